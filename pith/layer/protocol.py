@@ -1,0 +1,176 @@
+"""The five stages of a layer, and the messages that travel between them.
+
+    attend     Carry [B, S, D]        -> Routed     compute
+    dispatch   Routed                 -> Received   communication
+    experts    Received               -> partial    compute: one weighted sum per (token, rank)
+    combine    partial [R, D]         -> summed     communication: partial sums back on their rank
+    aggregate  summed [T, D], residual -> Carry     compute
+
+A layer is cut where expert communication starts and ends. `Layer.forward` is the plain
+composition of the five and the reference for the engine; only the engine decides when each runs.
+
+Shape letters: B batch, S local sequence, T = B * S tokens, D hidden, H heads, K top-k, E experts,
+e local experts, R received rows, F expert width, V vocabulary.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
+
+from torch import Tensor, nn
+
+from pith.ops import Operators
+from pith.ops.sink import GradSink
+
+T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Carry:
+    """What travels from layer to layer, and from stage to stage through the pipeline."""
+
+    hidden_BSD: Tensor  # [B, S, D] compute dtype
+    extras: tuple[Tensor, ...] = ()  # static shapes that the family declares; none so far
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (self.hidden_BSD, *self.extras)
+
+    @classmethod
+    def of(cls, tensors: tuple[Tensor, ...]) -> "Carry":
+        return cls(tensors[0], tuple(tensors[1:]))
+
+
+@dataclass(frozen=True, slots=True)
+class Routed:
+    """The outcome of attend. A dense layer leaves `ids_TK` and `weights_TK` out."""
+
+    tokens_TD: Tensor  # [T, D] the normed hidden states that experts read
+    residual: Carry  # joins again in aggregate
+    ids_TK: Tensor | None = None  # [T, K] int64, global expert ids
+    weights_TK: Tensor | None = None  # [T, K] float32 or wider
+
+
+@dataclass(frozen=True, slots=True)
+class Received:
+    """What a rank's experts work on. The three routing fields are None in a dense layer."""
+
+    tokens_RD: Tensor  # [R, D]
+    ids_RK: Tensor | None = None  # [R, K] int64, global expert ids; foreign experts are skipped
+    weights_RK: Tensor | None = None  # [R, K] float32 or wider
+    counts_e: Tensor | None = None  # [e] int64, (token, slot) pairs per local expert
+
+
+class Pending(Protocol[T_co]):
+    """A communication that has been launched."""
+
+    def wait(self) -> T_co:
+        """The result; stream-ordered on CUDA, blocking on gloo."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Ready(Generic[T]):
+    """A communication that needed none."""
+
+    value: T
+
+    def wait(self) -> T:
+        return self.value
+
+
+class Exchange(Protocol):
+    """Moves tokens to the ranks that hold their experts, and partial sums back.
+
+    Each of the two is the other's backward.
+    """
+
+    def gather_tokens(self, x_TD: Tensor) -> Pending[Tensor]:
+        """[T, ...] on each rank -> [R, ...]: the rows that this rank's experts may need."""
+        ...
+
+    def reduce_tokens(self, x_RD: Tensor) -> Pending[Tensor]:
+        """[R, ...] partial results -> [T, ...]: summed over ranks, on the token's own rank."""
+        ...
+
+
+class Meter(Protocol):
+    """Counts what routers did. Recompute and evaluation pass a meter that forgets."""
+
+    def record(self, layer: int, load_E: Tensor, balance_loss: Tensor) -> None:
+        """Add `load_E` [E] int64 (token, slot) pairs, and a scalar without its coefficient."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """What a layer needs to know of a micro-batch besides its hidden states."""
+
+    cos_BSd: Tensor  # [B or 1, S, d] rotary cosines in float32 or wider
+    sin_BSd: Tensor  # [B or 1, S, d]
+    balance_scale: float  # coefficient * tokens of this micro-batch * counted labels / all tokens
+    meter: Meter
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What a layer is built from besides its weights."""
+
+    operators: Operators
+    exchange: Exchange
+    sink: GradSink | None  # None: plain autograd
+    num_local_experts: int
+    first_expert: int  # global id of the first local expert
+
+
+class Layer(Protocol):
+    """One decoder layer. `communicates` says whether dispatch and combine move anything."""
+
+    communicates: bool
+
+    def attend(self, carry: Carry, context: Context) -> Routed: ...
+
+    def dispatch(self, routed: Routed) -> Pending[Received]: ...
+
+    def dispatch_backward(
+        self, tokens_RD: Tensor, weights_RK: Tensor | None
+    ) -> Pending[tuple[Tensor, Tensor | None]]:
+        """Gradients of `Received` -> gradients of `Routed`'s tokens and weights."""
+        ...
+
+    def experts(self, received: Received) -> Tensor: ...
+
+    def combine(self, partial_RD: Tensor) -> Pending[Tensor]: ...
+
+    def combine_backward(self, summed_TD: Tensor) -> Pending[Tensor]: ...
+
+    def aggregate(self, summed_TD: Tensor, residual: Carry) -> Carry: ...
+
+    def forward(self, carry: Carry, context: Context) -> Carry: ...
+
+
+class Stage(Protocol):
+    """The layers of one pipeline stage, with embedding and head where they belong."""
+
+    is_first: bool
+    is_last: bool
+    layers: nn.ModuleDict  # keyed by global layer number, in order
+
+    def embed(self, tokens_BS: Tensor) -> Carry:
+        """Token ids [B, S] -> hidden states. First stage only."""
+        ...
+
+    def loss(self, carry: Carry, labels_BS: Tensor) -> Tensor:
+        """Scalar **sum** of the token losses in float32 or wider; -100 is not counted."""
+        ...
+
+    def logits(self, carry: Carry) -> Tensor:
+        """[B, S, V]. Last stage only."""
+        ...
+
+    def rotary(self, positions_BS: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and sines [B or 1, S, d] for these positions."""
+        ...
+
+
+StageBuilder = Callable[[range, bool, bool], Stage]

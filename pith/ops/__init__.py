@@ -1,0 +1,4 @@
+"""Operators: functions of tensors that know no rank, no group and no config.
+
+Importing this imports no torch.
+"""
