@@ -1,0 +1,69 @@
+"""How every command answers: JSON on stdout, words on stderr, the exit status from the report."""
+
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+from rich.console import Console
+
+from pith.errors import PithError, RequestError
+from pith.report import Report
+
+
+def emit(report: Report, *, json: bool, out: Path | None, text: str) -> None:
+    """Answer with `report`: `text` for people, one JSON object on stdout for programs.
+
+    `out` names a file that receives the same JSON, whole or not at all. Raises RequestError when
+    that file cannot be written.
+    """
+    if text:
+        say(text)
+    line = report.json() + "\n"
+    if json:
+        sys.stdout.write(line)
+        sys.stdout.flush()
+    if out is not None:
+        write_whole(out, text=line)
+
+
+def say(text: str) -> None:
+    """Print `text` on stderr exactly as it is: no markup, no wrapping."""
+    console = Console(stderr=True, highlight=False, markup=False, emoji=False, soft_wrap=True)
+    console.print(text)
+
+
+def error_text(error: PithError) -> str:
+    """The error in one line, and below it one line for each fault it carries."""
+    return "\n".join((f"error: {error}", *(f"  {fault}" for fault in error.faults)))
+
+
+def check_out(path: Path | None) -> None:
+    """Refuse an `--out` that cannot be written, before any work is done for it."""
+    if path is None:
+        return
+    folder = path.parent
+    if path.is_dir() or not (folder.is_dir() and os.access(folder, os.W_OK)):
+        raise _unwritable(path, cause="a folder" if path.is_dir() else "no writable folder above")
+
+
+def write_whole(path: Path, *, text: str) -> None:
+    """Write `text` to `path` so that a reader sees the old content or all of the new."""
+    try:
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
+            file.write(text)
+        Path(file.name).chmod(0o644)
+        Path(file.name).replace(path)
+    except OSError as error:
+        raise _unwritable(path, cause=error.strerror or str(error)) from error
+
+
+def _unwritable(path: Path, *, cause: str) -> RequestError:
+    return RequestError(
+        "output.unwritable",
+        what="the report cannot be written there",
+        found=cause,
+        wanted="a file path inside an existing folder that can be written",
+        where=f"--out {path}",
+        next_step=f"mkdir -p {path.parent}, or name another file",
+    )
