@@ -1,0 +1,37 @@
+"""Model families as facts: a match on model_type chooses the file that knows the family."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from pith.arch import qwen3
+from pith.arch.fields import FieldReader
+from pith.arch.qwen3 import Qwen3
+from pith.errors import Fault, RequestError
+
+SUPPORTED = qwen3.MODEL_TYPES
+
+Architecture = Qwen3
+
+
+def from_config(config: Mapping[str, Any]) -> Architecture:
+    """The architecture that config.json fields describe. Raises RequestError with all faults."""
+    arch, faults = examine(config)
+    if arch is None or faults:
+        raise RequestError(
+            "arch.invalid",
+            what="the model config is not usable: " + "; ".join(str(fault) for fault in faults),
+            faults=faults,
+        )
+    return arch
+
+
+def examine(config: Mapping[str, Any]) -> tuple[Architecture | None, tuple[Fault, ...]]:
+    """The architecture and its faults; faulty fields hold stand-ins. None: an unknown family."""
+    fields = FieldReader(config)
+    match fields.get("model_type"):
+        case "qwen3_moe" | "qwen3":
+            arch = Qwen3.examine(fields)
+        case _:
+            fields.fault("model_type", "one of " + ", ".join(SUPPORTED), nearest=SUPPORTED)
+            return None, tuple(fields.faults)
+    return arch, tuple(fields.faults)
