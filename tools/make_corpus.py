@@ -2,9 +2,9 @@
 
     python tools/make_corpus.py SOURCES TARGET
 
-SOURCES is a folder of reStructuredText pages as the HTML build leaves them (`html/_sources`, part of
-every built copy of the documentation). TARGET receives `python-docs.jsonl`, one document a page, and
-`LICENSE`. The same sources give the same bytes.
+SOURCES is a folder of reStructuredText pages as the HTML build leaves them (`html/_sources`, part
+of every built copy of the documentation). TARGET receives `python-docs.jsonl`, one document a page,
+and `LICENSE`. The same sources give the same bytes.
 """
 
 import json
@@ -28,6 +28,7 @@ INLINE = (
     (re.compile(r"`([^`]*)`_{0,2}"), r"\1"),
     (re.compile(r"(?<!\w)\*{1,2}([^\s*][^*]*)\*{1,2}(?!\w)"), r"\1"),
     (re.compile(r"\|release\|"), "3.11"),
+    (re.compile(r"https?://[^\s)]+"), ""),
     (re.compile(r"\\(.)"), r"\1"),
 )
 
@@ -39,9 +40,9 @@ Copyright (c) 2001-2023 Python Software Foundation; All Rights Reserved
 It is distributed under the licence below. Examples, recipes and other code in it are also available
 under the Zero-Clause BSD licence.
 
-Summary of changes: markup, indexes, tables and blocks of code were removed by tools/make_corpus.py of
-the pith repository; each page is stored as one JSON object with its title and its text. Nothing was
-added.
+Summary of changes: markup, indexes, tables, web addresses and blocks of code were removed by
+tools/make_corpus.py of the pith repository; each page is stored as one JSON object with its title
+and its text. Nothing was added.
 
 {licence}
 """
