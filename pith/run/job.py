@@ -1,0 +1,59 @@
+"""What a rank is asked to do. Plain values, so that it travels to other processes."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from pith.errors import Fault, RequestError
+
+Device = Literal["cpu", "cuda"]
+Backend = Literal["gloo", "nccl"]
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One training run, as every rank of it sees it."""
+
+    recipe_toml: str  # resolved: loads anywhere
+    recipe_name: str
+    run_dir: str
+    device: Device = "cpu"
+    backend: Backend = "gloo"
+    timeout_s: float = 600.0  # of one collective
+    debug: bool = False  # pipeline messages carry checked headers; errors show tracebacks
+    fault: str | None = None  # for tests: see InjectedFault
+
+
+@dataclass(frozen=True, slots=True)
+class InjectedFault:
+    """A fault that a test orders: `raise` or `kill` or `hang` at a site, on a rank, in a step.
+
+    Text form ACTION:SITE:RANK:STEP, such as raise:backward:1:3. Steps count from 1.
+    """
+
+    action: str
+    site: str
+    rank: int
+    step: int
+
+    ACTIONS = ("raise", "kill", "hang", "nan")
+    SITES = ("data", "forward", "backward", "optimizer")
+
+    @classmethod
+    def parse(cls, text: str) -> "InjectedFault":
+        """Raises RequestError where `text` has not this form."""
+        action, site, rank, step = (*text.split(":"), "", "", "", "")[:4]
+        if (
+            action not in cls.ACTIONS
+            or site not in cls.SITES
+            or not rank.isdecimal()
+            or not step.isdecimal()
+        ):
+            raise RequestError(
+                "fault.invalid",
+                what="no such fault can be injected",
+                found=text,
+                wanted=f"{'|'.join(cls.ACTIONS)}:{'|'.join(cls.SITES)}:RANK:STEP",
+                where="--inject-fault",
+                faults=(Fault("--inject-fault", text, "ACTION:SITE:RANK:STEP"),),
+            )
+        return cls(action, site, int(rank), int(step))
