@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from pith.arch import qwen3
-from pith.arch.fields import FieldReader
+from pith.arch.fields import FieldReader, refuse
 from pith.arch.qwen3 import Qwen3
-from pith.errors import Fault, RequestError
+from pith.errors import Fault
 
 SUPPORTED = qwen3.MODEL_TYPES
 
@@ -16,12 +16,8 @@ Architecture = Qwen3
 def from_config(config: Mapping[str, Any]) -> Architecture:
     """The architecture that config.json fields describe. Raises RequestError with all faults."""
     arch, faults = examine(config)
-    if arch is None or faults:
-        raise RequestError(
-            "arch.invalid",
-            what="the model config is not usable: " + "; ".join(str(fault) for fault in faults),
-            faults=faults,
-        )
+    refuse(faults)
+    assert arch is not None, "an unknown family is a fault"
     return arch
 
 

@@ -5,6 +5,7 @@ rest of the file is still read and all faults are named in one go.
 """
 
 from collections.abc import Mapping
+from math import isqrt
 from typing import Any
 
 from pith.errors import Fault, RequestError
@@ -87,15 +88,21 @@ class FieldReader:
         """The keys that nobody asked for and that are not known to be inert, sorted."""
         return tuple(sorted(set(self._config) - self._asked - INERT))
 
-    def raise_faults(self, family: str) -> None:
-        """Raise RequestError with every fault, if there is one."""
-        if self.faults:
-            raise RequestError(
-                "arch.invalid",
-                what=f"the {family} config is not usable: "
-                + "; ".join(str(fault) for fault in self.faults),
-                faults=tuple(self.faults),
-            )
+
+def refuse(faults: tuple[Fault, ...]) -> None:
+    """Raise RequestError with all `faults`, if there is one."""
+    if faults:
+        count = f"{len(faults)} faults" if len(faults) > 1 else "1 fault"
+        raise RequestError("arch.invalid", what=f"the model config has {count}", faults=faults)
+
+
+def nearest_divisors(number: int, *, near: int) -> tuple[str, ...]:
+    """The divisors of `number` closest to `near`, one on each side where there are two."""
+    small = [d for d in range(1, isqrt(number) + 1) if number % d == 0]
+    divisors = sorted({*small, *(number // d for d in small)})
+    below = [d for d in divisors if d <= near][-1:]
+    above = [d for d in divisors if d >= near][:1]
+    return tuple(str(d) for d in sorted({*below, *above}))
 
 
 def is_positive(value: Any) -> bool:

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from math import sqrt
 from typing import Any
 
-from pith.arch.fields import FieldReader, is_positive
+from pith.arch.fields import FieldReader, is_positive, nearest_divisors, refuse
 from pith.arch.parameter import ParameterSpec, Role
 
 MODEL_TYPES = ("qwen3_moe", "qwen3")
-MAX_LAYERS = 4096
+MAX_LAYERS = 1024
 MAX_EXPERTS = 65536
 
 
@@ -48,7 +48,7 @@ class Qwen3:
         """Build from config.json fields. Raises RequestError listing every fault at once."""
         fields = FieldReader(config)
         arch = cls.examine(fields)
-        fields.raise_faults("qwen3")
+        refuse(tuple(fields.faults))
         return arch
 
     @classmethod
@@ -295,16 +295,10 @@ def _check_relations(fields: FieldReader, arch: Qwen3) -> None:
         arch.num_heads % arch.num_kv_heads
     ):
         wanted = f"a divisor of num_attention_heads ({arch.num_heads})"
-        nearest = _nearest_divisors(arch.num_heads, arch.num_kv_heads)
+        nearest = nearest_divisors(arch.num_heads, near=arch.num_kv_heads)
         fields.fault("num_key_value_heads", wanted, nearest=nearest)
     if fields.holds("num_experts", "num_local_experts", "num_experts_per_tok") and (
         arch.top_k > arch.num_experts
     ):
         wanted = f"at most num_experts ({arch.num_experts})"
         fields.fault("num_experts_per_tok", wanted, nearest=(str(arch.num_experts),))
-
-
-def _nearest_divisors(number: int, near: int) -> tuple[str, ...]:
-    below = next((d for d in range(min(near, number), 0, -1) if number % d == 0), 1)
-    above = next((d for d in range(near, min(number, 2 * near) + 1) if number % d == 0), number)
-    return tuple(str(d) for d in sorted({below, above}))

@@ -1,0 +1,96 @@
+"""Which layers each stage holds: the one rule that models, engine and checkpoints read."""
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+from pith.errors import Fault, RequestError
+
+# Costs closer than this share of the whole count as equal, so that rounding decides no split.
+RESOLUTION = 10**9
+
+
+def split_layers(
+    costs: Sequence[float],
+    *,
+    num_stages: int,
+    first_cost: float = 0.0,
+    last_cost: float = 0.0,
+    explicit: Sequence[int] | None = None,
+) -> tuple[range, ...]:
+    """Cut the layers into `num_stages` contiguous ranges whose largest cost is least.
+
+    Stage 0 carries `first_cost` (embedding) besides its layers, the last one `last_cost` (head). A
+    range may be empty. Among equal splits the one whose costs, then whose lengths are most even
+    wins, earlier stages taking the longer ranges. `explicit` gives the lengths instead. Raises
+    RequestError where `explicit` does not place each layer exactly once.
+    """
+    assert num_stages >= 1, "a pipeline has a stage"
+    if explicit is None:
+        lengths = _even_lengths(*_whole_numbers(costs, num_stages, first_cost, last_cost))
+    else:
+        lengths = _checked(explicit, num_layers=len(costs), num_stages=num_stages)
+    ends = list(accumulate(lengths))
+    return tuple(range(end - n, end) for n, end in zip(lengths, ends, strict=True))
+
+
+def _checked(lengths: Sequence[int], *, num_layers: int, num_stages: int) -> tuple[int, ...]:
+    if len(lengths) == num_stages and sum(lengths) == num_layers and min(lengths) >= 0:
+        return tuple(lengths)
+    even = [num_layers // num_stages + (s < num_layers % num_stages) for s in range(num_stages)]
+    found = f"{list(lengths)} ({sum(lengths)} layers on {len(lengths)} stages)"
+    wanted = f"{num_stages} numbers, none below 0, with the sum {num_layers}"
+    fault = Fault("parallel.layers_per_stage", found, wanted, (str(even),))
+    raise RequestError("placement.invalid", what=str(fault), faults=(fault,))
+
+
+def _whole_numbers(
+    costs: Sequence[float], num_stages: int, first_cost: float, last_cost: float
+) -> tuple[list[int], list[int]]:
+    """Layer costs, and what each stage carries besides, as integers of one scale."""
+    scale = RESOLUTION / (sum(costs) + first_cost + last_cost or 1.0)
+    carried = [0] * num_stages
+    carried[0] += round(first_cost * scale)
+    carried[-1] += round(last_cost * scale)
+    return [round(cost * scale) for cost in costs], carried
+
+
+def _even_lengths(costs: list[int], carried: list[int]) -> tuple[int, ...]:
+    """The most even lengths among those under the least possible largest cost.
+
+    `best[i]` is the least (sum of squared costs, sum of squared lengths) of placing the layers from
+    i on the stages looked at so far, last stage first, with the lengths that reach it.
+    """
+    limit, num_layers = _least_limit(costs, carried), len(costs)
+    best: dict[int, tuple[int, int, tuple[int, ...]]] = {num_layers: (0, 0, ())}
+    for extra in reversed(carried):
+        reached: dict[int, tuple[int, int, tuple[int, ...]]] = {}
+        for end, (squares, spread, lengths) in best.items():
+            cost = extra
+            for start in range(end, -1, -1):
+                cost += costs[start] if start < end else 0
+                if cost > limit:
+                    break
+                length = end - start
+                found = (squares + cost**2, spread + length**2, (-length, *lengths))
+                reached[start] = min(reached.get(start, found), found)
+        best = reached
+    return tuple(-length for length in best[0][2])
+
+
+def _least_limit(costs: list[int], carried: list[int]) -> int:
+    """The least largest stage cost, by bisection over the greedy filling."""
+    low, high = max(carried), sum(costs) + sum(carried)
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if _fits(costs, carried, middle) else (middle + 1, high)
+    return low
+
+
+def _fits(costs: list[int], carried: list[int], limit: int) -> bool:
+    layer = 0
+    for extra in carried:
+        room = limit - extra
+        while layer < len(costs) and costs[layer] <= room:
+            room -= costs[layer]
+            layer += 1
+    return layer == len(costs)
