@@ -13,7 +13,7 @@ Shape letters: B batch, S local sequence, T = B * S tokens, D hidden, H heads, K
 e local experts, R received rows, F expert width, V vocabulary.
 """
 
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
@@ -150,11 +150,22 @@ class Layer(Protocol):
 
 
 class Stage(Protocol):
-    """The layers of one pipeline stage, with embedding and head where they belong."""
+    """The layers of one pipeline stage, with embedding and head where they belong.
+
+    An nn.Module whose parameters go by their canonical names.
+    """
 
     is_first: bool
     is_last: bool
     layers: nn.ModuleDict  # keyed by global layer number, in order
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]: ...
+
+    def get_parameter(self, target: str) -> nn.Parameter: ...
+
+    def tie_to(self, embedding: nn.Parameter) -> None:
+        """Let the head share the storage of `embedding`, staying a parameter of its own."""
+        ...
 
     def embed(self, tokens_BS: Tensor) -> Carry:
         """Token ids [B, S] -> hidden states. First stage only."""
@@ -172,5 +183,3 @@ class Stage(Protocol):
         """Cosines and sines [B or 1, S, d] for these positions."""
         ...
 
-
-StageBuilder = Callable[[range, bool, bool], Stage]

@@ -1,7 +1,8 @@
 """What a rank is asked to do. Plain values, so that it travels to other processes."""
 
 from dataclasses import dataclass
-from typing import Literal
+from pathlib import Path
+from typing import ClassVar, Literal
 
 from pith.errors import Fault, RequestError
 
@@ -22,10 +23,19 @@ class Job:
     debug: bool = False  # pipeline messages carry checked headers; errors show tracebacks
     fault: str | None = None  # for tests: see InjectedFault
 
+    @property
+    def failures_dir(self) -> Path:
+        """Where failing ranks leave word for the parent."""
+        return Path(self.run_dir) / "failures"
+
+    def progress_path(self, rank: int) -> Path:
+        """Where `rank` notes how far it is."""
+        return self.failures_dir / f"progress-{rank}"
+
 
 @dataclass(frozen=True, slots=True)
 class InjectedFault:
-    """A fault that a test orders: `raise` or `kill` or `hang` at a site, on a rank, in a step.
+    """A fault that a test orders: `raise`, `kill` or `hang` at a site, on a rank, in a step.
 
     Text form ACTION:SITE:RANK:STEP, such as raise:backward:1:3. Steps count from 1.
     """
@@ -35,8 +45,8 @@ class InjectedFault:
     rank: int
     step: int
 
-    ACTIONS = ("raise", "kill", "hang", "nan")
-    SITES = ("data", "forward", "backward", "optimizer")
+    ACTIONS: ClassVar[tuple[str, ...]] = ("raise", "kill", "hang")
+    SITES: ClassVar[tuple[str, ...]] = ("data", "forward", "backward", "optimizer")
 
     @classmethod
     def parse(cls, text: str) -> "InjectedFault":

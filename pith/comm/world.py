@@ -1,0 +1,60 @@
+"""The ranks that train together, and what they agree on."""
+
+import hashlib
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pith.errors import RunFailedError
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """This process among its peers. A world of one needs no process group."""
+
+    rank: int
+    size: int
+    device: torch.device
+    backend: str = "gloo"  # what carries tensors of `device`
+
+    @property
+    def staged(self) -> bool:
+        """Whether pipeline messages pass through host memory: gloo cannot send CUDA tensors."""
+        return self.device.type == "cuda" and self.backend == "gloo"
+
+    @classmethod
+    def joined(cls, device: torch.device, *, backend: str = "gloo") -> "World":
+        """The world of the default process group, or a world of one."""
+        if not dist.is_initialized():
+            return cls(0, 1, device, backend)
+        return cls(dist.get_rank(), dist.get_world_size(), device, backend)
+
+    def sum(self, values: Tensor) -> Tensor:
+        """The sum of `values` over all ranks, on the host (every world carries host tensors)."""
+        values = values.cpu()
+        if self.size > 1:
+            dist.all_reduce(values)
+        return values
+
+    def barrier(self) -> None:
+        """Wait for every rank."""
+        self.sum(torch.zeros(1))
+
+    def agree(self, what: str, text: str) -> None:
+        """Stop unless every rank holds the same `text`. Raises RunFailedError naming the ranks."""
+        digest = hashlib.sha256(text.encode()).digest()[:7]  # 56 bits: exact in int64
+        number = int.from_bytes(digest, "big")
+        mine = torch.zeros(self.size, dtype=torch.int64)
+        mine[self.rank] = number
+        everyone: list[int] = self.sum(mine).tolist()
+        differing = [rank for rank, other in enumerate(everyone) if other != everyone[0]]
+        if differing:
+            raise RunFailedError(
+                "ranks.disagree",
+                what=f"the ranks hold different values of the {what}",
+                found=f"ranks {differing} differ from rank 0",
+                wanted="the same on every rank",
+                next_step="start every rank with the same recipe, files and pith version",
+            )

@@ -1,0 +1,246 @@
+"""Puts a recipe together: stages, channels, executors, optimizer. Knows models and engine at once."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from pith.arch import Architecture
+from pith.arch.parameter import ParameterSpec
+from pith.comm.channels import Transport, Wire, open_channels
+from pith.comm.exchange import LocalExchange
+from pith.comm.world import World
+from pith.config import Recipe
+from pith.engine.executor import Executor
+from pith.engine.shard import Parameters, Tied
+from pith.engine.weight_grads import WeightGrads
+from pith.layer.protocol import Parts, Stage
+from pith.models.qwen3 import Qwen3Stage
+from pith.ops import Operators, choose
+from pith.plan.placement import split_layers
+from pith.schedule.build import build as build_table
+from pith.schedule.lower import channels
+from pith.schedule.passes import forward_only
+from pith.schedule.table import Table
+from pith.train.initial import fill
+from pith.train.optim import build_optimizer
+
+DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
+EMBEDDING = "embed_tokens.weight"
+HEAD = "lm_head.weight"
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """One rank's share of the model and the machinery that trains it."""
+
+    architecture: Architecture
+    operators: Operators
+    table: Table
+    stages: Mapping[int, Stage]
+    parameters: Parameters
+    owned: frozenset[str]  # canonical names that this rank counts and saves
+    training: Executor
+    evaluation: Executor
+    optimizer: torch.optim.Optimizer
+
+
+def build(recipe: Recipe, world: World, *, headers: bool = False) -> Model:
+    """Build this rank's share of `recipe` with its initial weights.
+
+    `headers` labels pipeline messages and asserts the labels. Every rank calls this at the same
+    time: channels are opened and the schedule is agreed on.
+    """
+    table = schedule_table(recipe, world_size=world.size)
+    evaluation_table = forward_only(table)
+    world.agree("schedule", table.digest())
+    mesh = recipe.mesh(world.size)
+    pipeline = mesh.pipeline_ranks(world.rank)
+    rank = pipeline.index(world.rank)
+    operators = choose(world.device.type, recipe.operators)
+    weights = WeightGrads()
+    stages = _build_stages(recipe, table, rank, operators, weights, world.device)
+    tied = _tie(recipe.architecture, table, stages, rank, pipeline)
+    named = canonical_parameters(stages, tied)
+    parameters = Parameters(named, weights=weights, tied=tied)
+    specs = {spec.name: spec for spec in recipe.architecture.parameters()}
+    _initialise(parameters, specs, seed=recipe.training.seed)
+    transport = _connect(recipe, table, rank, pipeline, world, headers=headers)
+
+    def executor(plan: Table) -> Executor:
+        return Executor(plan, rank=rank, stages=stages, transport=transport, weights=weights)
+
+    optimizer = recipe.optimizer
+    return Model(
+        architecture=recipe.architecture,
+        operators=operators,
+        table=table,
+        stages=stages,
+        parameters=parameters,
+        owned=frozenset(named) - _borrowed(tied),
+        training=executor(table),
+        evaluation=executor(evaluation_table),
+        optimizer=build_optimizer(
+            parameters.masters,
+            specs,
+            name=optimizer.name,
+            betas=optimizer.betas,
+            eps=optimizer.eps,
+            weight_decay=optimizer.weight_decay,
+            lr=optimizer.lr,
+        ),
+    )
+
+
+def schedule_table(recipe: Recipe, *, world_size: int) -> Table:
+    """The table that this recipe runs on `world_size` ranks."""
+    return build_table(
+        recipe.schedule_name,
+        pp=recipe.parallel.pp,
+        num_micro_batches=recipe.batch(world_size).num_micro_batches,
+    )
+
+
+def build_stage(
+    architecture: Architecture,
+    layers: range,
+    *,
+    is_first: bool,
+    is_last: bool,
+    parts: Parts,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Stage:
+    """One stage of a family. The match to extend when a family is added."""
+    match architecture:
+        case _:
+            return Qwen3Stage(
+                architecture,
+                layers,
+                is_first=is_first,
+                is_last=is_last,
+                parts=parts,
+                dtype=dtype,
+                device=device,
+            )
+
+
+def canonical_parameters(
+    stages: Mapping[int, Stage], tied: Tied | None
+) -> dict[str, nn.Parameter]:
+    """This rank's parameters by canonical name; a tied head goes by the embedding's name."""
+    named: dict[str, nn.Parameter] = {}
+    for stage in stages.values():
+        named.update(stage.named_parameters())
+    if tied is not None and tied.head is not None:
+        head = named.pop(HEAD)
+        named.setdefault(EMBEDDING, head)
+    return named
+
+
+def _build_stages(
+    recipe: Recipe,
+    table: Table,
+    rank: int,
+    operators: Operators,
+    weights: WeightGrads,
+    device: torch.device,
+) -> dict[int, Stage]:
+    architecture = recipe.architecture
+    parts = Parts(
+        operators=operators,
+        exchange=LocalExchange(),
+        sink=weights,
+        num_local_experts=architecture.num_experts,
+        first_expert=0,
+    )
+    split = layer_split(recipe, table.placement.num_stages)
+    return {
+        stage: build_stage(
+            architecture,
+            split[stage],
+            is_first=stage == 0,
+            is_last=stage == table.placement.num_stages - 1,
+            parts=parts,
+            dtype=DTYPES[recipe.training.precision],
+            device=device,
+        )
+        for stage in table.placement.stages(rank)
+    }
+
+
+def layer_split(recipe: Recipe, num_stages: int) -> tuple[range, ...]:
+    """Which layers each stage holds."""
+    architecture, length = recipe.architecture, recipe.training.sequence_length
+    return split_layers(
+        architecture.layer_costs(length),
+        num_stages=num_stages,
+        first_cost=architecture.embedding_cost(length),
+        last_cost=architecture.head_cost(length),
+        explicit=recipe.parallel.layers_per_stage,
+    )
+
+
+def _tie(
+    architecture: Architecture,
+    table: Table,
+    stages: Mapping[int, Stage],
+    rank: int,
+    pipeline: tuple[int, ...],
+) -> Tied | None:
+    """Join embedding and head where the model ties them. Opens a group when two ranks hold them."""
+    if not architecture.tie_word_embeddings:
+        return None
+    place = table.placement
+    ends = (place.rank(0), place.rank(place.num_stages - 1))
+    group = dist.new_group([pipeline[end] for end in ends]) if ends[0] != ends[1] else None
+    first, last = stages.get(0), stages.get(place.num_stages - 1)
+    embedding = first.get_parameter(EMBEDDING) if first is not None else None
+    if last is not None and embedding is not None:
+        last.tie_to(embedding)
+    head = last.get_parameter(HEAD) if last is not None else None
+    return Tied(embedding, head, group if rank in ends else None)
+
+
+def _borrowed(tied: Tied | None) -> frozenset[str]:
+    """Parameters that another rank counts and saves."""
+    away = tied is not None and tied.head is not None and tied.embedding is None
+    return frozenset({EMBEDDING}) if away else frozenset()
+
+
+def _initialise(
+    parameters: Parameters, specs: Mapping[str, ParameterSpec], *, seed: int
+) -> None:
+    for name, master in parameters.masters.items():
+        fill(master, specs[name], seed=seed)
+    parameters.gather()
+
+
+def _connect(
+    recipe: Recipe,
+    table: Table,
+    rank: int,
+    pipeline: tuple[int, ...],
+    world: World,
+    *,
+    headers: bool,
+) -> Transport:
+    training = recipe.training
+    wire = Wire(
+        shapes=(
+            (
+                training.micro_batch_size,
+                training.sequence_length,
+                recipe.architecture.hidden_size,
+            ),
+        ),
+        dtype=DTYPES[training.precision],
+        device=world.device,
+        staged=world.staged,
+        headers=headers,
+    )
+    warm_on = torch.device("cpu") if world.staged else world.device
+    groups = open_channels(channels(table), pipeline=pipeline, warm_on=warm_on)
+    return Transport(wire, rank=rank, pipeline=pipeline, groups=groups)

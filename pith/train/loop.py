@@ -1,0 +1,239 @@
+"""A training run, as one rank lives it: data, steps, validation, metrics, final weights."""
+
+import math
+import resource
+import statistics
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pith.checkpoint.weights import commit, save_part
+from pith.comm.world import World
+from pith.config import Recipe
+from pith.data.loader import Batch, Loader
+from pith.data.prepare import prepare
+from pith.errors import RunFailedError
+from pith.plan.flops import mfu, peak_flops
+from pith.run.console import StepConsole
+from pith.run.job import Job
+from pith.run.metrics import MetricsLog, StepMetrics
+from pith.run.progress import Progress
+from pith.run.trace import write_trace
+from pith.schedule.table import Kind, Slot, slot_text
+from pith.train.build import build
+from pith.train.fault import FaultSite
+from pith.train.step import StepResult, Trainer
+
+Summary = dict[str, Any]
+
+
+def run(job: Job) -> Summary | None:
+    """Train as `job` says, as the rank that the process group makes of this process.
+
+    Returns the summary on rank 0, None elsewhere. Raises RequestError for a corpus that does not
+    serve, RunFailedError when the run goes wrong.
+    """
+    recipe = Recipe.loads(job.recipe_toml)
+    world = World.joined(_device(job), backend=job.backend)
+    torch.use_deterministic_algorithms(recipe.training.deterministic)
+    world.agree("recipe", job.recipe_toml)
+    loader = open_data(recipe, work_dir=Path(job.run_dir))
+    trainer = Trainer(recipe, world, build(recipe, world, headers=job.debug))
+    with ExitStack() as stack:
+        log = stack.enter_context(Log(job, recipe, world))
+        batches = stack.enter_context(loader.stream(0, recipe.training.steps))
+        _train(job, trainer, log, loader, iter(batches))
+        validation = _validate(trainer, loader, log)
+        return _finish(job, trainer, log, validation)
+
+
+def open_data(recipe: Recipe, *, work_dir: Path) -> Loader:
+    """The run's data, checked before the first step. Raises RequestError where it cannot serve."""
+    corpus = prepare(recipe.data.corpus, work_dir=work_dir / "corpus")
+    corpus.check_vocabulary(recipe.architecture.vocab_size)
+    loader = Loader(
+        corpus,
+        sequence_length=recipe.training.sequence_length,
+        global_batch_size=recipe.training.global_batch_size,
+        seed=recipe.data.seed,
+        validation_fraction=recipe.data.validation,
+        packing=recipe.data.packing,
+        epochs=recipe.data.epochs,
+    )
+    loader.check(recipe.training.steps)
+    return loader
+
+
+class Log:
+    """Everything that a run tells; only rank 0 speaks."""
+
+    def __init__(self, job: Job, recipe: Recipe, world: World) -> None:
+        self._recipe = recipe
+        self._world = world
+        self._speaks = world.rank == 0
+        self._metrics = MetricsLog(Path(job.run_dir) / "metrics.jsonl") if self._speaks else None
+        self._console = StepConsole(recipe.training.steps)
+        self.steps: list[StepMetrics] = []
+        length = recipe.training.sequence_length
+        architecture = recipe.architecture
+        self._flops = {
+            "mfu_causal": architecture.flops_per_token(length, causal=True),
+            "mfu_full": architecture.flops_per_token(length, causal=False),
+        }
+
+    def __enter__(self) -> "Log":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self._metrics is not None:
+            self._metrics.close()
+
+    def step(self, index: int, result: StepResult, seconds: float) -> None:
+        """Write down one step."""
+        tokens = self._recipe.batch(self._world.size).tokens_per_step
+        metrics = StepMetrics(
+            step=index + 1,
+            loss=result.loss,
+            balance_loss=result.balance_loss,
+            grad_norm=result.grad_norm,
+            lr=result.lr,
+            tokens=tokens,
+            step_seconds=seconds,
+            tokens_per_second=tokens / seconds,
+            memory_bytes=peak_memory_bytes(self._world.device),
+            expert_load={str(layer): row for layer, row in enumerate(result.load_LE) if any(row)},
+            **self._utilisation(tokens / seconds),
+        )
+        self.steps.append(metrics)
+        if self._metrics is not None:
+            self._metrics.step(metrics)
+            if index % self._recipe.log.every == 0 or index + 1 == self._recipe.training.steps:
+                self._console.step(metrics)
+
+    def event(self, name: str, text: str, **fields: object) -> None:
+        """Write down something that happened between steps."""
+        if self._metrics is not None:
+            self._metrics.event(name, **fields)
+            self._console.say(text)
+
+    def _utilisation(self, tokens_per_second: float) -> dict[str, float | None]:
+        device = self._world.device
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+        return {
+            key: mfu(tokens_per_second, flops, peak_flops(name), num_devices=self._world.size)
+            for key, flops in self._flops.items()
+        }
+
+
+def _train(
+    job: Job, trainer: Trainer, log: Log, loader: Loader, batches: Iterator[Batch]
+) -> None:
+    training = trainer.recipe.training
+    progress = Progress(job.progress_path(trainer.world.rank))
+    site = FaultSite(job.fault, rank=trainer.world.rank)
+    every = trainer.recipe.validation.every
+    num_skips = 0
+    for index in range(training.steps):
+        start = time.perf_counter()
+        progress.set(index + 1, "data")
+        site.reach("data", index + 1)
+        batch = next(batches)
+
+        def watch(slot: Slot, step: int = index + 1) -> None:
+            progress.set(step, slot_text(slot))
+            site.reach("forward" if slot[0].kind is Kind.F else "backward", step)
+
+        result = trainer.step(index, batch, watch=watch)
+        _synchronise(trainer.world.device)
+        log.step(index, result, time.perf_counter() - start)
+        if index == 0:
+            write_trace(Path(job.run_dir) / "trace", trainer.world.rank, result.slots)
+        num_skips = 0 if result.updated else num_skips + 1
+        if not result.updated:
+            _report_non_finite(log, index, result, num_skips, trainer.recipe)
+        if every and (index + 1) % every == 0 and index + 1 < training.steps:
+            _validate(trainer, loader, log)
+
+
+def _report_non_finite(
+    log: Log, index: int, result: StepResult, num_skips: int, recipe: Recipe
+) -> None:
+    """Tell of a step that moved no weight; stop where the recipe says so."""
+    ranks = ", ".join(str(rank) for rank in result.faulty_ranks)
+    text = f"step {index + 1}: loss {result.loss} or gradient not finite on rank {ranks}"
+    log.event("non_finite", f"{text}; weights kept", step=index + 1, ranks=result.faulty_ranks)
+    if recipe.training.non_finite == "stop" or num_skips > recipe.training.max_skips:
+        raise RunFailedError(
+            "run.non-finite",
+            what=text,
+            found=f"{num_skips} such steps in a row",
+            wanted="finite values",
+            next_step="lower optimizer.lr, or --set training.non_finite=skip to pass over them",
+        )
+
+
+def _validate(trainer: Trainer, loader: Loader, log: Log) -> float | None:
+    """The mean loss over the validation sequences; None where none are held out."""
+    size = trainer.recipe.training.global_batch_size
+    num_batches = -(-trainer.recipe.validation.num_sequences // size)
+    if not loader.num_validation_samples:
+        return None
+    losses = [trainer.evaluate(batch) for batch in loader.validation(num_batches)]
+    loss = statistics.fmean(losses)
+    step = len(log.steps)
+    log.event("validation", f"validation loss {loss:.4f}", step=step, validation_loss=loss)
+    return loss
+
+
+def _finish(job: Job, trainer: Trainer, log: Log, validation: float | None) -> Summary | None:
+    """Save the weights and say how it went."""
+    world, recipe, model = trainer.world, trainer.recipe, trainer.model
+    folder = Path(job.run_dir) / "checkpoints" / f"weights-{recipe.training.steps:08d}"
+    mine = {name: model.parameters.masters[name].cpu() for name in sorted(model.owned)}
+    part = folder.with_name(folder.name + ".partial")
+    save_part(mine, part, world.rank)
+    world.barrier()
+    if world.rank != 0:
+        return None
+    commit(part, folder, metadata={"recipe": job.recipe_name, "step": str(recipe.training.steps)})
+    mesh = recipe.mesh(world.size)
+    first, last = log.steps[0], log.steps[-1]
+    if not math.isfinite(last.loss):
+        raise RunFailedError("run.non-finite", what="the last loss is not finite")
+    return {
+        "recipe": job.recipe_name,
+        "layout": {"pp": mesh.pp, "dp": mesh.dp, "cp": mesh.cp, "ep": mesh.ep},
+        "world_size": world.size,
+        "schedule": model.table.name,
+        "steps": len(log.steps),
+        "first_loss": first.loss,
+        "last_loss": last.loss,
+        "validation_loss": validation,
+        "tokens_per_second": statistics.median(m.tokens_per_second for m in log.steps),
+        "run_dir": job.run_dir,
+        "checkpoint": str(folder),
+        "operators": model.operators.names(),
+    }
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """The most memory this process has held: allocated on the GPU, resident on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def _device(job: Job) -> torch.device:
+    if job.device == "cpu":
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def _synchronise(device: torch.device) -> None:
+    """Let the step's last kernels count into its time."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
