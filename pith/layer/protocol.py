@@ -15,15 +15,13 @@ e local experts, R received rows, F expert width, V vocabulary.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import Protocol
 
 from torch import Tensor, nn
 
+from pith.comm.exchange import Pending
 from pith.ops import Operators
 from pith.ops.sink import GradSink
-
-T = TypeVar("T")
-T_co = TypeVar("T_co", covariant=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,24 +57,6 @@ class Received:
     ids_RK: Tensor | None = None  # [R, K] int64, global expert ids; foreign experts are skipped
     weights_RK: Tensor | None = None  # [R, K] float32 or wider
     counts_e: Tensor | None = None  # [e] int64, (token, slot) pairs per local expert
-
-
-class Pending(Protocol[T_co]):
-    """A communication that has been launched."""
-
-    def wait(self) -> T_co:
-        """The result; stream-ordered on CUDA, blocking on gloo."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class Ready(Generic[T]):
-    """A communication that needed none."""
-
-    value: T
-
-    def wait(self) -> T:
-        return self.value
 
 
 class Exchange(Protocol):
@@ -182,4 +162,3 @@ class Stage(Protocol):
     def rotary(self, positions_BS: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and sines [B or 1, S, d] for these positions."""
         ...
-
