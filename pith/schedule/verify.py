@@ -222,10 +222,11 @@ def _channels(steps: tuple[tuple[Step, ...], ...]) -> list[Violation]:
     violations = []
     for channel in sorted(sent.keys() | posted.keys()):
         for leaving, receive in zip_longest(sent[channel], posted[channel]):
-            message, slot = leaving or (None, "end of row")
-            if message != receive:
+            expected = leaving[0] if leaving else None
+            slot = leaving[1] if leaving else "end of row"
+            if expected != receive:
                 found = f"a receive for {receive or 'nothing'}"
-                wanted = f"{message or 'nothing'}, which is sent"
+                wanted = f"{expected or 'nothing'}, which is sent"
                 violations.append(Violation("channels", channel[0], slot, found, wanted))
                 break
     return violations
