@@ -39,11 +39,14 @@ def save_weights(
     """Save the whole model, CPU tensors by canonical name, as `folder`.
 
     Raises RequestError when `folder` exists, RunFailedError for a non-finite tensor (the first one
-    is named, nothing is written) and for a disk that cannot take the files.
+    is named, nothing is left behind) and for a disk that cannot take the files.
     """
     temporary = begin(folder)
-    save_part(named, temporary, part=0, max_shard_bytes=max_shard_bytes)
-    commit(temporary, folder, num_parts=1, metadata=metadata)
+    try:
+        save_part(named, temporary, part=0, max_shard_bytes=max_shard_bytes)
+        commit(temporary, folder, num_parts=1, metadata=metadata)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def begin(folder: Path) -> Path:
@@ -214,7 +217,7 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
         if manifest["schema"] != SCHEMA or not manifest["files"].keys():
             raise ValueError(f"schema {manifest['schema']!r}")
         for tensor in manifest["tensors"].values():
-            _ = tensor["shape"], tensor["dtype"]
+            _ = tuple(tensor["shape"]), tensor["dtype"]
         for file in manifest["files"].values():
             _ = file["size_bytes"], file["sha256"]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:

@@ -1,0 +1,75 @@
+"""metrics.jsonl is one valid JSON object a line, there as soon as it is written."""
+
+import json
+import math
+
+import pytest
+
+from pith.run.metrics import MetricsLog, StepMetrics
+
+KEYS = (
+    "step, loss, balance_loss, grad_norm, lr, tokens, step_seconds, tokens_per_second, "
+    "mfu_causal, mfu_full, memory_bytes, expert_load"
+)
+
+
+def metrics(**changes):
+    fields = {
+        "step": 1,
+        "loss": 5.5,
+        "balance_loss": 1.0,
+        "grad_norm": 2.0,
+        "lr": 1e-3,
+        "tokens": 64,
+        "step_seconds": 0.5,
+        "tokens_per_second": 128.0,
+    }
+    return StepMetrics(**(fields | changes))
+
+
+def refuse(constant):
+    raise AssertionError(f"{constant} is not JSON")
+
+
+def lines(path):
+    return [json.loads(line, parse_constant=refuse) for line in path.read_text().splitlines()]
+
+
+def test_a_step_has_the_promised_keys(tmp_path):
+    with MetricsLog(tmp_path / "m.jsonl") as log:
+        log.step(metrics(expert_load={"3": (5, 7)}))
+    (step,) = lines(tmp_path / "m.jsonl")
+    assert ", ".join(step) == KEYS
+    assert step["expert_load"] == {"3": [5, 7]}
+    assert step["mfu_causal"] is None
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_non_finite_values_are_null(tmp_path, value):
+    with MetricsLog(tmp_path / "m.jsonl") as log:
+        log.step(metrics(loss=value))
+        log.event("non_finite", step=1, rank=2, grad_norm=value)
+    step, event = lines(tmp_path / "m.jsonl")
+    assert step["loss"] is None
+    assert event == {"event": "non_finite", "step": 1, "rank": 2, "grad_norm": None}
+
+
+def test_each_line_is_on_disk_before_the_next_step(tmp_path):
+    log = MetricsLog(tmp_path / "m.jsonl")
+    for step in (1, 2, 3):
+        log.step(metrics(step=step))
+        assert [line["step"] for line in lines(tmp_path / "m.jsonl")] == list(range(1, step + 1))
+    log.close()
+
+
+def test_a_later_log_appends(tmp_path):
+    for step in (1, 2):
+        with MetricsLog(tmp_path / "m.jsonl") as log:
+            log.step(metrics(step=step))
+    assert [line["step"] for line in lines(tmp_path / "m.jsonl")] == [1, 2]
+
+
+def test_text_with_line_ends_stays_one_line(tmp_path):
+    with MetricsLog(tmp_path / "m.jsonl") as log:
+        log.event("note", text="a\nb\u2028c")
+    assert lines(tmp_path / "m.jsonl") == [{"event": "note", "text": "a\nb\u2028c"}]
