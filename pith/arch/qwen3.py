@@ -180,19 +180,18 @@ class Qwen3:
             for layer in range(self.num_layers)
         )
 
-    @property
-    def head_cost(self) -> float:
-        """FLOPs per token of the output projection, forward and backward."""
+    def head_cost(self, sequence_length: int) -> float:
+        """FLOPs per token of the output projection; the length makes no difference to it."""
         return 6.0 * self.vocab_size * self.hidden_size
 
-    @property
-    def embedding_cost(self) -> float:
-        """FLOPs per token of the embedding: a look-up, none."""
+    def embedding_cost(self, sequence_length: int) -> float:
+        """FLOPs per token of the embedding: a look-up, none at any length."""
         return 0.0
 
     def flops_per_token(self, sequence_length: int, *, causal: bool = True) -> float:
         """FLOPs per token of the whole model, forward and backward, head included."""
-        return sum(self.layer_costs(sequence_length, causal=causal)) + self.head_cost
+        layers = sum(self.layer_costs(sequence_length, causal=causal))
+        return layers + self.embedding_cost(sequence_length) + self.head_cost(sequence_length)
 
     def hf_name(self, name: str) -> tuple[str, ...]:
         """The Hugging Face names of one canonical tensor; stacked experts have one per expert."""

@@ -1,0 +1,154 @@
+"""The tables of a recipe, each a frozen, strictly typed value."""
+
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    JsonValue,
+    Strict,
+)
+from pydantic_core import PydanticCustomError
+
+from pith.schedule.build import SCHEDULES
+
+T = TypeVar("T")
+
+
+def _none(value: Any) -> Any:
+    """TOML has no null: the word none stands for it."""
+    return None if value == "none" else value
+
+
+def _only_zero(value: float) -> float:
+    if value:
+        raise PydanticCustomError("not_built", "0: anything else is not implemented yet")
+    return value
+
+
+def _known_schedule(name: str) -> str:
+    if name not in SCHEDULE_NAMES:
+        choices = ", ".join(f"'{choice}'" for choice in SCHEDULE_NAMES)
+        raise PydanticCustomError("literal_error", "one of {expected}", {"expected": choices})
+    return name
+
+
+SCHEDULE_NAMES = ("auto", *SCHEDULES)
+Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
+Number = Annotated[int, Field(ge=0, le=2**31 - 1)]
+Seed = Annotated[int, Field(ge=0, le=2**63 - 1)]
+Positive = Annotated[float, Field(gt=0)]
+Ratio = Annotated[float, Field(ge=0, le=1)]
+Beta = Annotated[float, Field(ge=0, lt=1)]
+Text = Annotated[str, Field(min_length=1)]
+ScheduleName = Annotated[
+    str, AfterValidator(_known_schedule), Field(json_schema_extra={"enum": list(SCHEDULE_NAMES)})
+]
+NotBuilt = Annotated[float, AfterValidator(_only_zero), Field(json_schema_extra={"const": 0})]
+Maybe = Annotated[T | None, BeforeValidator(_none)]
+
+
+class Section(BaseModel):
+    """A table of the recipe: frozen, strictly typed, no unknown key, no infinity."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class ModelSection(Section):
+    """The model. A file names `config`, a Hugging Face config.json beside it; `fields` changes
+    single keys of it. A loaded recipe has everything in `fields`."""
+
+    config: Maybe[Text] = None
+    fields: dict[str, JsonValue] | None = None
+
+
+class DataSection(Section):
+    """What is read. `corpus`: "embedded", a tokenized folder or a text file; `validation`: the
+    share of documents held out; `packing` mask: a label across a document end is not counted;
+    `epochs` bounds how often the corpus is read."""
+
+    corpus: Text = "embedded"
+    validation: Annotated[float, Field(ge=0, le=0.5)] = 0.02
+    packing: Literal["none", "mask"] = "none"
+    seed: Seed = 0
+    epochs: Maybe[Count] = None
+
+
+class ParallelSection(Section):
+    """Ranks per axis (dp is what is left of the world), and the pipeline's schedule and split."""
+
+    pp: Count = 1
+    cp: Count = 1
+    ep: Count = 1
+    dp_shard: Maybe[Count] = None
+    schedule: ScheduleName = "auto"
+    num_stages: Maybe[Count] = None
+    layers_per_stage: Maybe[Annotated[tuple[Number, ...], Strict(False)]] = None
+    exchange: Literal["auto"] = "auto"
+
+
+class TrainingSection(Section):
+    """The run. Batch sizes are in sequences; `clip` bounds the gradient norm; `max_skips` is the
+    most consecutive steps that `non_finite` skip leaves out."""
+
+    global_batch_size: Annotated[Count, Field(examples=[16])]
+    micro_batch_size: Count = 1
+    sequence_length: Annotated[Count, Field(examples=[256])]
+    steps: Annotated[Count, Field(examples=[100])]
+    precision: Literal["float32", "bfloat16", "float64"] = "float32"
+    recompute: Literal["none"] = "none"
+    clip: Annotated[
+        Maybe[Positive],
+        Field(json_schema_extra={"anyOf": [{"type": "number"}, {"const": "none"}]}),
+    ] = 1.0
+    seed: Seed = 0
+    deterministic: bool = False
+    non_finite: Literal["stop", "skip"] = "stop"
+    max_skips: Count = 10
+
+
+class OptimizerSection(Section):
+    """AdamW, and the learning rate as a function of the step. `decay_*` are read by wsd."""
+
+    name: Literal["adamw"] = "adamw"
+    lr: Annotated[Positive, Field(examples=[3e-4])]
+    betas: Annotated[tuple[Beta, Beta], Strict(False)] = (0.9, 0.95)
+    eps: Positive = 1e-8
+    weight_decay: Annotated[float, Field(ge=0)] = 0.1
+    schedule: Literal["constant", "cosine", "wsd"] = "constant"
+    warmup_steps: Number = 0
+    decay_steps: Number = 0
+    decay_shape: Literal["linear", "cosine", "1-sqrt"] = "linear"
+    min_lr_ratio: Ratio = 0.0
+
+
+class BalanceSection(Section):
+    """The load-balance loss of the router."""
+
+    scope: Literal["sequence", "none"] = "sequence"
+    coefficient: Annotated[float, Field(ge=0)] = 0.001
+    z_loss: NotBuilt = 0.0
+    bias_update: NotBuilt = 0.0
+
+
+class CheckpointSection(Section):
+    """Where the weights are saved; without `directory` in the run folder."""
+
+    directory: Maybe[Text] = None
+
+
+class ValidationSection(Section):
+    """The held-out loss: `every` so many steps (0: only at the end), on `num_sequences`."""
+
+    every: Number = 0
+    num_sequences: Count = 64
+
+
+class LogSection(Section):
+    """A line every so many steps; run folders are made in `directory`."""
+
+    every: Count = 1
+    directory: Text = "runs"

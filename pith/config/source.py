@@ -1,0 +1,103 @@
+"""Where a recipe comes from: a shipped name or a file, single values changed, the model read."""
+
+import json
+import re
+import tomllib
+from collections.abc import Iterator, Sequence
+from difflib import get_close_matches
+from importlib.resources import files
+from importlib.resources.abc import Traversable
+from pathlib import Path
+from typing import Any
+
+from pith.errors import Fault, RequestError
+
+
+def shipped() -> tuple[str, ...]:
+    """The names of the recipes that come with the package."""
+    folders = (files("pith") / "recipes").iterdir()
+    return tuple(sorted(f.name for f in folders if (f / "recipe.toml").is_file()))
+
+
+def read(name: str) -> tuple[dict[str, Any], Traversable]:
+    """The raw tables of a recipe and the folder that it stands in."""
+    source: Traversable = files("pith") / "recipes" / name / "recipe.toml"
+    if not re.fullmatch(r"[\w.-]+", name) or not source.is_file():
+        path = Path(name)
+        source = path / "recipe.toml" if path.is_dir() else path
+    try:
+        raw = tomllib.loads(source.read_bytes().decode())
+    except OSError as error:
+        names = tuple(get_close_matches(name, shipped(), cutoff=0.4)) or shipped()
+        wanted = f"a path, or one of {', '.join(shipped())}"
+        fault = Fault("recipe", repr(name), wanted, names)
+        raise RequestError(
+            "recipe.not_found", what="no such recipe", next_step="pith recipe list", faults=(fault,)
+        ) from error
+    except ValueError as error:  # not UTF-8, or not TOML
+        fault = Fault(str(source), str(error), "TOML in UTF-8")
+        raise RequestError("recipe.unreadable", what=str(fault), faults=(fault,)) from error
+    path = Path(str(source)).absolute()
+    stem = path.parent.name if path.name == "recipe.toml" else path.stem
+    raw.setdefault("name", re.sub(r"[^A-Za-z0-9._-]+", "-", stem).lstrip("._-") or "recipe")
+    return raw, Path(path.parent)
+
+
+def override(raw: dict[str, Any], overrides: Sequence[str]) -> Iterator[Fault]:
+    """Write "a.b=value" texts into `raw`."""
+    for text in overrides:
+        key, equals, value = text.partition("=")
+        path = key.strip().split(".")
+        if not equals or not all(path):
+            yield Fault("--set", repr(text), "section.key=value")
+            continue
+        if path == ["model", "config"]:
+            raw["model"] = {"config": str(Path(value.strip()).absolute())}
+            continue
+        table: Any = raw
+        for part in path[:-1]:
+            table = table.setdefault(part, {}) if isinstance(table, dict) else None
+        if isinstance(table, dict):
+            table[path[-1]] = _toml_value(value.strip())
+        else:
+            yield Fault(key, "a key below a single value", "section.key=value")
+
+
+def _toml_value(text: str) -> Any:
+    try:
+        tables = tomllib.loads(f"value = {text}")
+    except tomllib.TOMLDecodeError:
+        return text
+    return tables["value"] if len(tables) == 1 else text
+
+
+def resolve_model(raw: dict[str, Any], folder: Traversable) -> Iterator[Fault]:
+    """Put the fields of the model config into `raw` in place of the file's name."""
+    model = raw.get("model")
+    if not isinstance(model, dict) or not isinstance(model.get("config"), str):
+        return
+    source = folder / model.pop("config")
+    try:
+        loaded = json.loads(source.read_bytes().decode(), parse_constant=_refuse_constant)
+    except (OSError, ValueError) as error:
+        cause = error.strerror if isinstance(error, OSError) else str(error)
+        yield Fault("model.config", f"{source} ({cause})", "a Hugging Face config.json")
+        return
+    if not isinstance(loaded, dict):
+        yield Fault("model.config", f"{source} (no object)", "a Hugging Face config.json")
+        return
+    changes = model.get("fields", {})
+    model["fields"] = without_nulls(loaded) | changes if isinstance(changes, dict) else changes
+
+
+def without_nulls(value: Any) -> Any:
+    """The same JSON value less every null: TOML has none, and to a config absent means null."""
+    if isinstance(value, dict):
+        return {key: without_nulls(item) for key, item in value.items() if item is not None}
+    if isinstance(value, list):
+        return [without_nulls(item) for item in value if item is not None]
+    return value
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is no JSON number")

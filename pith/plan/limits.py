@@ -1,0 +1,104 @@
+"""Relations between the values of a request that no single value can show to be wrong.
+
+Each function takes plain values and yields a fault, named as the recipe names the value, for each
+relation that does not hold.
+"""
+
+from collections.abc import Iterator, Sequence
+
+from pith.arch.fields import nearest_divisors
+from pith.errors import Fault, RequestError
+from pith.plan.placement import split_layers
+from pith.schedule import build
+
+# A byte-level tokenizer has one token per byte and one that ends a document.
+BYTE_VOCABULARY = 257
+# Embedding and head may stand alone on a stage; any other stage without a layer is idle.
+MAX_EMPTY_STAGES = 2
+
+
+def experts(num_experts: int, *, ep: int) -> Iterator[Fault]:
+    """Every ep rank holds the same number of experts; a dense model has none to share out."""
+    if num_experts == 0 and ep > 1:
+        yield Fault("parallel.ep", str(ep), "1: the model has no experts", ("1",))
+    elif num_experts % ep:
+        wanted = f"a divisor of num_experts = {num_experts}"
+        yield Fault("parallel.ep", str(ep), wanted, nearest_divisors(num_experts, near=ep))
+
+
+def sequence(length: int, *, cp: int, max_length: int) -> Iterator[Fault]:
+    """Positions stay inside the model's range, and context parallelism cuts 2 cp equal blocks."""
+    blocks = 2 * cp if cp > 1 else 1
+    where = "training.sequence_length"
+    longest = max_length // blocks * blocks
+    if length > max_length:
+        wanted = f"at most max_position_embeddings = {max_length}"
+        yield Fault(where, str(length), wanted, (str(longest),) if longest else ())
+    if length % blocks:
+        around = (length // blocks * blocks, (length // blocks + 1) * blocks)
+        nearest = tuple(str(n) for n in around if 0 < n <= max_length)
+        yield Fault(where, str(length), f"a multiple of 2 * cp = {blocks}", nearest)
+
+
+def stages(
+    schedule: str | None,
+    *,
+    pp: int,
+    num_layers: int,
+    num_stages: int | None,
+    layers_per_stage: Sequence[int] | None,
+) -> Iterator[Fault]:
+    """No stage is idle, and explicit numbers agree with the schedule (None: it is not known)."""
+    per_rank = 1 if schedule is None else build.num_stages(schedule, pp=1)
+    count, most = per_rank * pp, num_layers + MAX_EMPTY_STAGES
+    if count > most:
+        found = f"{pp} ({count} stages)"
+        wanted = f"at most {most} stages for {num_layers} layers"
+        yield Fault("parallel.pp", found, wanted, (str(max(1, most // per_rank)),))
+    if schedule is None:
+        return
+    if num_stages not in (None, count):
+        wanted = f"{count}: what {schedule} has on {pp} ranks"
+        yield Fault("parallel.num_stages", str(num_stages), wanted, (str(count),))
+    if layers_per_stage is not None and count <= most:
+        try:
+            split_layers([0.0] * num_layers, num_stages=count, explicit=layers_per_stage)
+        except RequestError as error:
+            yield from error.faults
+
+
+def learning_rate(
+    schedule: str,
+    *,
+    steps: int,
+    warmup_steps: int,
+    decay_steps: int,
+    decay_shape: str,
+    min_lr_ratio: float,
+) -> Iterator[Fault]:
+    """Warm-up and decay fit into the run, and nothing is set that the schedule does not read."""
+    if warmup_steps > steps:
+        wanted = f"at most training.steps = {steps}"
+        yield Fault("optimizer.warmup_steps", str(warmup_steps), wanted, (str(steps),))
+    elif warmup_steps + decay_steps > steps:
+        wanted = f"at most training.steps - warmup_steps = {steps - warmup_steps}"
+        nearest = (str(steps - warmup_steps),)
+        yield Fault("optimizer.decay_steps", str(decay_steps), wanted, nearest)
+    if schedule == "wsd" and decay_steps == 0:
+        yield Fault("optimizer.decay_steps", "0", "at least 1 for schedule wsd", ("1",))
+    if schedule != "wsd" and decay_steps:
+        wanted = f"0: only schedule wsd reads it, not {schedule}"
+        yield Fault("optimizer.decay_steps", str(decay_steps), wanted, ("0",))
+    if schedule != "wsd" and decay_shape != "linear":
+        wanted = f"linear, its default: only schedule wsd reads it, not {schedule}"
+        yield Fault("optimizer.decay_shape", decay_shape, wanted, ("linear",))
+    if schedule == "constant" and min_lr_ratio:
+        wanted = "0: schedule constant does not read it"
+        yield Fault("optimizer.min_lr_ratio", str(min_lr_ratio), wanted, ("0.0",))
+
+
+def vocabulary(size: int, *, corpus: str) -> Iterator[Fault]:
+    """The embedded corpus is read byte by byte."""
+    if corpus == "embedded" and size < BYTE_VOCABULARY:
+        wanted = f"at least {BYTE_VOCABULARY} for the embedded corpus"
+        yield Fault("model.fields.vocab_size", str(size), wanted, (str(BYTE_VOCABULARY),))
