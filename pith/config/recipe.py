@@ -128,7 +128,7 @@ class Recipe(Section):
         """What is sound in this recipe but cannot be trained by this version."""
         mesh = self.mesh(world_size)
         return tuple(
-            Fault(f"parallel.{axis}", str(size), "1: this version trains only pp > 1", ("1",))
+            Fault(f"parallel.{axis}", str(size), "1: this version spreads a run over pp alone", ("1",))
             for axis, size in (("dp", mesh.dp), ("cp", mesh.cp), ("ep", mesh.ep))
             if size > 1
         )

@@ -1,0 +1,142 @@
+"""`pith train --dry-run`: the plan of a run as data and as text, without torch.
+
+The data: recipe, world_size, layout {pp, dp, cp, ep}, schedule, num_stages, num_micro_batches,
+steps, rows (one string per pipeline rank), batch {global_batch_size, micro_batch_size,
+num_micro_batches, data_ranks, sequence_length, tokens_per_step}, model {num_parameters,
+num_active_parameters, flops_per_token, flops_per_step}, stages [{stage, rank, first_layer,
+num_layers, num_parameters, flops_share}], learning_rate [{name, first, last, start, end}],
+warnings [text].
+"""
+
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from pith.config import Recipe
+from pith.plan.dry_run import DryRun, RatePhase, StagePlan, describe, rate_phases
+from pith.schedule import draw
+
+
+def dry_run(
+    recipe: Recipe, *, world_size: int | None = None, width: int = 100
+) -> tuple[dict[str, Any], str]:
+    """The plan of `recipe` on `world_size` ranks (pp * cp * ep without it): data, and text no
+    wider than `width` columns. Raises RequestError where the layout does not fit the world."""
+    plan = describe(
+        recipe.architecture,
+        mesh=recipe.mesh(world_size),
+        batch=recipe.batch(world_size),
+        table=recipe.table(world_size),
+        split=recipe.layer_split(),
+    )
+    optimizer = recipe.optimizer
+    rates = rate_phases(
+        optimizer.schedule,
+        peak=optimizer.lr,
+        steps=recipe.training.steps,
+        warmup_steps=optimizer.warmup_steps,
+        decay_steps=optimizer.decay_steps,
+        min_lr_ratio=optimizer.min_lr_ratio,
+    )
+    warnings = tuple(_warnings(recipe, world_size))
+    data = _data(recipe, plan, rates) | {"warnings": list(warnings)}
+    return data, "\n".join(_lines(recipe, plan, rates, warnings, width))
+
+
+def _warnings(recipe: Recipe, world_size: int | None) -> Iterator[str]:
+    for fault in recipe.not_trainable_yet(world_size):
+        yield str(fault)
+    corpus = recipe.data.corpus
+    if corpus != "embedded" and not Path(corpus).exists():
+        yield f"data.corpus: nothing at {corpus!r}; training needs --set data.corpus=PATH"
+    if ignored := recipe.architecture.ignored:
+        yield f"model.fields: not known and not read: {', '.join(ignored)}"
+
+
+def _data(recipe: Recipe, plan: DryRun, rates: tuple[RatePhase, ...]) -> dict[str, Any]:
+    mesh, batch, table = plan.mesh, plan.batch, plan.table
+    return {
+        "recipe": recipe.name,
+        "world_size": mesh.world_size,
+        "layout": {"pp": mesh.pp, "dp": mesh.dp, "cp": mesh.cp, "ep": mesh.ep},
+        "schedule": table.name,
+        "num_stages": table.placement.num_stages,
+        "num_micro_batches": table.num_micro_batches,
+        "steps": recipe.training.steps,
+        "rows": list(table.row_texts()),
+        "batch": asdict(batch) | {"tokens_per_step": batch.tokens_per_step},
+        "model": {
+            "num_parameters": plan.num_parameters,
+            "num_active_parameters": plan.num_active_parameters,
+            "flops_per_token": plan.flops_per_token,
+            "flops_per_step": plan.flops_per_step,
+        },
+        "stages": [_stage_data(stage) for stage in plan.stages],
+        "learning_rate": [asdict(phase) for phase in rates],
+    }
+
+
+def _stage_data(stage: StagePlan) -> dict[str, Any]:
+    return {
+        "stage": stage.stage,
+        "rank": stage.rank,
+        "first_layer": stage.layers.start,
+        "num_layers": len(stage.layers),
+        "num_parameters": stage.num_parameters,
+        "flops_share": stage.flops_share,
+    }
+
+
+def _lines(
+    recipe: Recipe,
+    plan: DryRun,
+    rates: tuple[RatePhase, ...],
+    warnings: tuple[str, ...],
+    width: int,
+) -> Iterator[str]:
+    mesh, batch = plan.mesh, plan.batch
+    yield f"recipe     {recipe.name}: {recipe.training.steps} steps, {recipe.training.precision}"
+    yield (
+        f"mesh       {mesh.world_size} ranks = pp {mesh.pp} x dp {mesh.dp} x cp {mesh.cp} "
+        f"x ep {mesh.ep}"
+    )
+    yield (
+        f"model      {_short(plan.num_parameters)} parameters, "
+        f"{_short(plan.num_active_parameters)} active per token"
+    )
+    yield (
+        f"work       {_short(plan.flops_per_token)}FLOPs per token, "
+        f"{_short(plan.flops_per_step)}FLOPs per step (forward and backward, causal)"
+    )
+    yield (
+        f"batch      {batch.global_batch_size} sequences = {batch.micro_batch_size} "
+        f"x {batch.num_micro_batches} micro-batches x {batch.data_ranks} data ranks; "
+        f"{batch.tokens_per_step:,} tokens per step"
+    )
+    for label, phase in zip(["rate", "", ""], rates, strict=False):
+        steps = f"steps {phase.first} to {phase.last}"
+        yield f"{label:<10} {phase.name}, {steps}: {phase.start:.3g} to {phase.end:.3g}"
+    for label, stage in zip(["stages", *[""] * len(plan.stages)], plan.stages, strict=False):
+        yield f"{label:<10} {_stage_line(stage)}"
+    yield draw.text(plan.table, width=width)
+    for warning in warnings:
+        yield f"warning    {warning}"
+
+
+def _stage_line(stage: StagePlan) -> str:
+    layers = stage.layers
+    held = f"layers {layers.start} to {layers.stop - 1}" if layers else "no layer"
+    return (
+        f"{stage.stage} on rank {stage.rank}: {held}, {_short(stage.num_parameters)} parameters, "
+        f"{stage.flops_share:.1%} of the work"
+    )
+
+
+def _short(number: float) -> str:
+    """A count in three digits and the prefix of its size: "30.5 G", "4.04 M"."""
+    prefixes = iter("kMGTPE")
+    prefix = ""
+    while number >= 999.5:
+        number, prefix = number / 1000, next(prefixes)
+    return f"{number:.3g} {prefix}"
