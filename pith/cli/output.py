@@ -2,12 +2,15 @@
 
 import os
 import sys
-import tempfile
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from rich.console import Console
 
 from pith.errors import PithError, RequestError
+from pith.launch.failures import RankFailedError
 from pith.report import Report
 
 
@@ -35,7 +38,30 @@ def say(text: str) -> None:
 
 def error_text(error: PithError) -> str:
     """The error in one line, and below it one line for each fault it carries."""
-    return "\n".join((f"error: {error}", *(f"  {fault}" for fault in error.faults)))
+    faults = (f"  {fault}" for fault in error.faults if str(fault) != error.what)
+    return "\n".join((f"error: {error}", *faults))
+
+
+def failure_text(error: PithError, *, debug: bool) -> str:
+    """`error_text`, and below it the traceback where pith itself broke or `debug` asks for it."""
+    line = error_text(error)
+    if isinstance(error, RankFailedError):
+        return "\n".join((line, *error.__notes__))
+    if error.exit_status == PithError.exit_status or debug:
+        trace = traceback.format_exception(error.__cause__ or error)
+        return f"{line}\n{''.join(trace).rstrip()}"
+    return line
+
+
+@contextmanager
+def failure_to(out: Path | None, *, verb: str) -> Iterator[None]:
+    """Write the report of a PithError that passes by to `out` too."""
+    try:
+        yield
+    except PithError as error:
+        if out is not None:
+            write_whole(out, text=Report.of_error(verb, error).json() + "\n")
+        raise
 
 
 def check_out(path: Path | None) -> None:
@@ -49,12 +75,12 @@ def check_out(path: Path | None) -> None:
 
 def write_whole(path: Path, *, text: str) -> None:
     """Write `text` to `path` so that a reader sees the old content or all of the new."""
+    part = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
-            file.write(text)
-        Path(file.name).chmod(0o644)
-        Path(file.name).replace(path)
+        part.write_text(text)
+        part.replace(path)
     except OSError as error:
+        part.unlink(missing_ok=True)
         raise _unwritable(path, cause=error.strerror or str(error)) from error
 
 

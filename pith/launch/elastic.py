@@ -29,7 +29,8 @@ def launch(train: Train, job: Job, *, num_ranks: int) -> Summary:
     killed or went silent, KeyboardInterrupt when interrupted.
     """
     # Elastic tells of failures in its own words, often of a victim: pith names the culprit.
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    for name in ("torch.distributed.elastic", "torch.multiprocessing.spawn"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
     shutil.rmtree(job.failures_dir, ignore_errors=True)
     job.failures_dir.mkdir(parents=True)
     done = threading.Event()

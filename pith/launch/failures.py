@@ -87,30 +87,22 @@ def verdict(job: Job, *, exit_codes: Mapping[int, int], num_ranks: int) -> PithE
     """The one error that tells why the job ended.
 
     `exit_codes` holds what the launcher saw first: rank to exit code, negative for a signal. A
-    rank that a signal ended and that left no word comes first (except SIGABRT, by which NCCL ends
-    a victim), then the earliest failure of a rank's own, then a rank that went silent, and last
-    a failure in communication.
+    rank that ended and left no word comes first (except by SIGABRT, with which NCCL ends a
+    victim), then the earliest failure of a rank's own, then a rank that went silent, and last a
+    failure in communication.
     """
     failures = read(job.failures_dir)
     told = {failure.rank for failure in failures}
-    killed = {rank: -code for rank, code in exit_codes.items() if code < 0 and rank not in told}
     own = [failure for failure in failures if not failure.communication]
-    for rank, number in killed.items():
-        if not own or number != signal.SIGABRT:
-            return _killed(job, rank=rank, number=number)
+    for rank, code in exit_codes.items():
+        if rank not in told and not (own and code == -signal.SIGABRT):
+            return _lost(job, rank=rank, code=code)
     if own:
         return raised(job, own[0])
     silent = [rank for rank in range(num_ranks) if rank not in told]
-    if failures and silent:
+    if silent:
         return _silent(job, failures[0], silent=silent)
-    if failures:
-        return raised(job, failures[0])
-    return RunFailedError(
-        "run.rank-lost",
-        what="a rank ended without a word",
-        found=", ".join(f"rank {rank}: exit code {code}" for rank, code in exit_codes.items()),
-        next_step="run again with --debug",
-    )
+    return raised(job, failures[0])
 
 
 def remaining(job: Job) -> Iterator[int]:
@@ -153,13 +145,13 @@ def _rebuilt(fields: dict[str, Any]) -> PithError:
     return kind(fields.pop("code"), faults=faults, **fields)
 
 
-def _killed(job: Job, *, rank: int, number: int) -> PithError:
-    name = signal.Signals(number).name
+def _lost(job: Job, *, rank: int, code: int) -> PithError:
+    end = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
     return RunFailedError(
-        "run.rank-killed",
-        what=f"rank {rank} was killed by {name} at {_position(job, rank)}",
+        "run.rank-lost",
+        what=f"rank {rank} {end} at {_position(job, rank)}",
         next_step="look for the out-of-memory killer (dmesg), then run again"
-        if number == signal.SIGKILL
+        if code == -signal.SIGKILL
         else "run again with --debug",
     )
 

@@ -5,7 +5,9 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,58 +33,67 @@ def entry(train: Train, job: Job) -> Summary | None:
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # stdout belongs to the report of the parent
     if job.device == "cpu":
         torch.set_num_threads(threads(int(os.environ["LOCAL_WORLD_SIZE"])))
+    rank = int(os.environ["RANK"])
+    Progress(job.progress_path(rank)).set(0, "start")
     try:
-        return work(train, job)
+        _join_group(job)
+        return _train(train, job)
     except BaseException as error:
-        _leave_word(error, job)
+        failure = failures.describe(error, rank=rank)
+        failures.write(failure, folder=job.failures_dir)
+        if failure.communication:
+            time.sleep(VICTIM_WAIT_S)
         sys.stdout.flush()
         sys.stderr.flush()
         # Neither the collectives nor the peers are waited for: the launcher ends them.
         os._exit(1)
 
 
-def join(train: Train, job: Job) -> Summary | None:
-    """The main function of a process that is a rank of an outer job already.
+def join(train: Train, job: Job, *, make_folder: Callable[[], Path]) -> Summary | None:
+    """The main function of a process that is already a rank of an outer job.
 
-    Raises a PithError of this rank as it is, and RankFailedError for any other exception.
+    Rank 0 makes the run folder and tells the others. Raises a PithError of this rank as it is, and
+    RankFailedError for any other exception.
     """
+    rank = int(os.environ["RANK"])
     try:
-        return work(train, job)
-    except PithError as error:
-        _leave_word(error, job)
-        raise
+        _join_group(job)
+        folder = [str(make_folder())] if rank == 0 else [""]
+        dist.broadcast_object_list(folder, src=0)
+        return _train(train, replace(job, run_dir=folder[0]))
     except Exception as error:
-        failure = _leave_word(error, job)
+        failure = failures.describe(error, rank=rank)
+        if failure.communication:
+            time.sleep(VICTIM_WAIT_S)
+        if isinstance(error, PithError):
+            raise
         raise failures.raised(job, failure) from error
 
 
-def work(train: Train, job: Job) -> Summary | None:
-    """Join the process group of the environment's RANK and WORLD_SIZE, and train in it."""
-    rank, local_rank = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
-    Progress(job.progress_path(rank)).set(0, "start")
-    timeout = timedelta(seconds=job.timeout_s)
-    if job.device == "cpu":
-        dist.init_process_group("gloo", timeout=timeout)
-    else:
-        device = torch.device("cuda", local_rank % torch.cuda.device_count())
-        torch.cuda.set_device(device)
-        if job.backend == "nccl":
-            dist.init_process_group("cpu:gloo,cuda:nccl", timeout=timeout, device_id=device)
-        else:
-            dist.init_process_group("cpu:gloo,cuda:gloo", timeout=timeout)
+def _train(train: Train, job: Job) -> Summary | None:
     summary = train(job)
     dist.destroy_process_group()
     return summary
 
 
+def _join_group(job: Job) -> None:
+    """Join the process group that RANK, WORLD_SIZE and MASTER_ADDR describe.
+
+    Every group carries host tensors over gloo; CUDA tensors over NCCL, or over gloo where several
+    ranks share one GPU.
+    """
+    timeout = timedelta(seconds=job.timeout_s)
+    if job.device == "cpu":
+        dist.init_process_group("gloo", timeout=timeout)
+        return
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    if job.backend == "nccl":
+        dist.init_process_group("cpu:gloo,cuda:nccl", timeout=timeout, device_id=device)
+    else:
+        dist.init_process_group("cpu:gloo,cuda:gloo", timeout=timeout)
+
+
 def threads(num_ranks: int) -> int:
     """Threads for each of `num_ranks` ranks on this machine: its share of the cores, at least 1."""
     return max(1, len(os.sched_getaffinity(0)) // num_ranks)
-
-
-def _leave_word(error: BaseException, job: Job) -> failures.Failure:
-    failure = failures.describe(error, rank=int(os.environ["RANK"]))
-    failures.write(failure, folder=job.failures_dir)
-    if failure.communication:
-        time.sleep(VICTIM_WAIT_S)
-    return failure

@@ -1,0 +1,116 @@
+"""The verdict over what several ranks left behind: the culprit first, never a victim."""
+
+import signal
+from pathlib import Path
+
+import pytest
+
+from pith.errors import Fault, PithError, RequestError, RunFailedError
+from pith.launch.failures import (
+    Failure,
+    RankFailedError,
+    describe,
+    is_communication,
+    verdict,
+    write,
+)
+from pith.run.job import Job
+from pith.run.progress import Progress
+
+GLOO = "[/x/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]"
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Job:
+    return Job("", "tiny", str(tmp_path), "cpu", "gloo", 60.0)
+
+
+def leave(job: Job, rank: int, error: Exception, *, time: float) -> None:
+    told = describe(error, rank=rank)
+    failure = Failure(rank, time, told.communication, told.summary, told.trace, told.error)
+    write(failure, folder=job.failures_dir)
+
+
+def test_a_rank_with_its_own_error_beats_an_earlier_victim(job: Job) -> None:
+    leave(job, 0, RuntimeError(GLOO), time=1.0)
+    leave(job, 1, KeyError("cause"), time=2.0)
+    leave(job, 2, KeyError("later"), time=3.0)
+
+    error = verdict(job, exit_codes={0: 1}, num_ranks=3)
+
+    assert isinstance(error, RankFailedError)
+    assert "rank 1" in error.what
+    assert error.__notes__[-1].endswith("KeyError: 'cause'")
+
+
+def test_a_rank_killed_by_nccl_is_a_victim_when_another_raised(job: Job) -> None:
+    leave(job, 1, KeyError("cause"), time=2.0)
+
+    error = verdict(job, exit_codes={0: -signal.SIGABRT}, num_ranks=2)
+
+    assert "rank 1" in error.what
+
+
+def test_when_all_failed_in_communication_the_earliest_speaks(job: Job) -> None:
+    leave(job, 0, RuntimeError(GLOO), time=2.0)
+    leave(job, 1, RuntimeError(GLOO), time=1.0)
+
+    error = verdict(job, exit_codes={0: 1}, num_ranks=2)
+
+    assert isinstance(error, RankFailedError)
+    assert "rank 1" in error.what
+
+
+def test_an_error_of_pith_comes_back_with_kind_fields_and_faults(job: Job) -> None:
+    faults = (Fault("data.corpus", "nothing", "a folder", ("embedded",)),)
+    sent = RequestError("data.missing", what="no corpus", where="x", next_step="y", faults=faults)
+    leave(job, 0, sent, time=1.0)
+
+    error = verdict(job, exit_codes={0: 1}, num_ranks=1)
+
+    assert type(error) is RequestError
+    assert error.as_dict() == sent.as_dict()
+    assert error.faults == faults
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError(GLOO),
+        RuntimeError("Timed out waiting 3000ms for recv operation to complete"),
+        RuntimeError("NCCL communicator was aborted on rank 1"),
+        RunFailedError("x", what="in a slot"),
+    ],
+)
+def test_communication_is_told_by_the_error_or_its_cause(error: Exception) -> None:
+    error.__cause__ = None if isinstance(error, RuntimeError) else RuntimeError(GLOO)
+
+    assert is_communication(error)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ValueError(GLOO),
+        RuntimeError("mat1 and mat2 shapes cannot be multiplied"),
+        RuntimeError("CUDA out of memory"),
+        PithError("x", what="loss is nan"),
+    ],
+)
+def test_an_error_of_the_rank_itself_is_no_communication(error: Exception) -> None:
+    assert not is_communication(error)
+
+
+def test_progress_of_a_rank_is_read_from_outside_and_a_long_slot_is_cut(tmp_path: Path) -> None:
+    path = tmp_path / "folder" / "progress-0"
+    assert Progress.read(path) is None
+
+    progress = Progress(path)
+    assert Progress.read(path) is None
+    progress.set(12, "F0.3|B7.1" * 20)
+    progress.set(13, "optimizer")
+
+    position = Progress.read(path)
+    assert position is not None
+    assert (position.step, position.slot) == (13, "optimizer")
+    assert path.stat().st_size == 64
