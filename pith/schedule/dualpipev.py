@@ -4,21 +4,18 @@ The order is DeepSeek's (github.com/deepseek-ai/DualPipe). Bubble (pp - 1)(F&B +
 is the time of a pair; activations of 2 pp stages a rank, one more on the last.
 """
 
-from pith.schedule.passes import take_micro_batches
-from pith.schedule.phases import Phase, from_phases
-from pith.schedule.table import Placement, Table
+from pith.schedule.phases import Phase, from_v_phases
+from pith.schedule.table import Table
 
 
 def dualpipev(pp: int, *, num_micro_batches: int) -> Table:
-    """Rank r owns stages r and 2 pp - 1 - r. Short steps are cut from one of 2 pp - 1."""
-    num_built = max(num_micro_batches, 2 * pp - 1)
-    table = from_phases(
+    """Two stages a rank; any number of micro-batches."""
+    return from_v_phases(
         "dualpipev",
-        placement=Placement("v", pp, 2 * pp),
-        num_micro_batches=num_built,
-        phases=lambda rank: _phases(pp, rank, num_built),
+        pp=pp,
+        num_micro_batches=num_micro_batches,
+        phases=lambda rank, num_built: _phases(pp, rank, num_built),
     )
-    return take_micro_batches(table, num_micro_batches)
 
 
 def _phases(pp: int, rank: int, num_micro_batches: int) -> list[Phase]:

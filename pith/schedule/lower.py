@@ -6,7 +6,6 @@ of its own that delivers in order, so the receiver must post its receives in the
 sender's row sends, whatever order it consumes them in. Receives are posted one slot ahead.
 """
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from pith.schedule.table import Kind, Op, Slot, Table
@@ -65,22 +64,30 @@ def lower(table: Table, rank: int) -> tuple[Step, ...]:
     """
     row = table.rows[rank]
     needs = [tuple(m for op in slot if (m := arrival(table, op))) for slot in row]
-    sources = sorted({message.source for need in needs for message in need})
-    unposted = {source: _sends_to(table, source, rank) for source in sources}
+    queues = {
+        source: _sends_to(table, source, rank)
+        for source in sorted({message.source for need in needs for message in need})
+    }
+    place: dict[Message, int] = {}
+    for queue in queues.values():
+        for position, message in enumerate(queue, start=1):
+            place.setdefault(message, position)
+    posted = dict.fromkeys(queues, 0)
     steps = []
     for turn, slot in enumerate(row):
-        first = 0 if turn == 0 else turn + 1
-        wanted = {message for need in needs[first : turn + 2] for message in need}
-        post = tuple(message for queue in unposted.values() for message in _take(queue, wanted))
-        sends = tuple(m for op in slot if (m := departure(table, op)))
-        steps.append(Step(slot, post, sends))
+        post: list[Message] = []
+        for message in (m for need in needs[turn : turn + 2] for m in need):
+            start, end = posted[message.source], place.get(message, 0)
+            post += queues[message.source][start:end]
+            posted[message.source] = max(start, end)
+        steps.append(Step(slot, tuple(post), _sends(table, slot)))
     return tuple(steps)
 
 
 def channels(table: Table) -> tuple[tuple[int, int], ...]:
     """The directed rank pairs that carry a message, sorted: (source, target)."""
-    ops = (op for row in table.rows for slot in row for op in slot)
-    return tuple(sorted({(m.source, m.target) for op in ops if (m := departure(table, op))}))
+    messages = (m for row in table.rows for slot in row for m in _sends(table, slot))
+    return tuple(sorted({(m.source, m.target) for m in messages}))
 
 
 def _message(table: Table, kind: Kind, micro: int, *, source: int, target: int) -> Message | None:
@@ -92,15 +99,11 @@ def _message(table: Table, kind: Kind, micro: int, *, source: int, target: int) 
     return Message(kind, target, micro, sender, receiver) if sender != receiver else None
 
 
+def _sends(table: Table, slot: Slot) -> tuple[Message, ...]:
+    """What leaves after `slot`, in slot order."""
+    return tuple(m for op in slot if (m := departure(table, op)))
+
+
 def _sends_to(table: Table, source: int, target: int) -> list[Message]:
     """What `source` sends to `target`, in sending order."""
-    ops = (op for slot in table.rows[source] for op in slot)
-    return [m for op in ops if (m := departure(table, op)) and m.target == target]
-
-
-def _take(queue: list[Message], wanted: Iterable[Message]) -> list[Message]:
-    """Remove and return the head of `queue` up to the last wanted message in it."""
-    count = max((queue.index(message) + 1 for message in wanted if message in queue), default=0)
-    head = queue[:count]
-    del queue[:count]
-    return head
+    return [m for slot in table.rows[source] for m in _sends(table, slot) if m.target == target]

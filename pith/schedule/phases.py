@@ -9,6 +9,7 @@ that still owes its weight gradient; a bare W the oldest of them all.
 from collections import Counter
 from collections.abc import Callable, Iterable
 
+from pith.schedule.passes import take_micro_batches
 from pith.schedule.table import Kind, Op, Placement, Slot, Table
 
 Phase = tuple[int, str]  # how often, pattern
@@ -24,6 +25,27 @@ def from_phases(
     """The table whose row for each rank is spelled by `phases(rank)`."""
     rows = tuple(count_off(placement.stages(r), phases=phases(r)) for r in range(placement.pp))
     return Table(name, placement, num_micro_batches, rows)
+
+
+def from_v_phases(
+    name: str,
+    *,
+    pp: int,
+    num_micro_batches: int,
+    phases: Callable[[int, int], Iterable[Phase]],
+) -> Table:
+    """A table on the V, where rank r owns stages r and 2 pp - 1 - r.
+
+    `phases(rank, m)` needs m of at least 2 pp - 1; a shorter step is cut from one of 2 pp - 1.
+    """
+    num_built = max(num_micro_batches, 2 * pp - 1)
+    table = from_phases(
+        name,
+        placement=Placement("v", pp, 2 * pp),
+        num_micro_batches=num_built,
+        phases=lambda rank: phases(rank, num_built),
+    )
+    return take_micro_batches(table, num_micro_batches)
 
 
 def count_off(stages: tuple[int, ...], *, phases: Iterable[Phase]) -> tuple[Slot, ...]:

@@ -4,21 +4,18 @@ With F = I = W no rank idles between its first slot and its last. Activations: a
 pp micro-batches a rank, as much as the first rank of 1F1B holds.
 """
 
-from pith.schedule.passes import take_micro_batches
-from pith.schedule.phases import Phase, from_phases
-from pith.schedule.table import Placement, Table
+from pith.schedule.phases import Phase, from_v_phases
+from pith.schedule.table import Table
 
 
 def zbv(pp: int, *, num_micro_batches: int) -> Table:
-    """Rank r owns stages r and 2 pp - 1 - r. Short steps are cut from one of 2 pp - 1."""
-    num_built = max(num_micro_batches, 2 * pp - 1)
-    table = from_phases(
+    """Two stages a rank; any number of micro-batches."""
+    return from_v_phases(
         "zbv",
-        placement=Placement("v", pp, 2 * pp),
-        num_micro_batches=num_built,
-        phases=lambda rank: _phases(pp, rank, num_built),
+        pp=pp,
+        num_micro_batches=num_micro_batches,
+        phases=lambda rank, num_built: _phases(pp, rank, num_built),
     )
-    return take_micro_batches(table, num_micro_batches)
 
 
 def _phases(pp: int, rank: int, num_micro_batches: int) -> list[Phase]:
