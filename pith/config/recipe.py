@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import tomllib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -73,6 +74,11 @@ class Recipe(Section):
         faults = (*override(raw, overrides), *resolve_model(raw, folder))
         return _validated(raw, world_size=world_size, faults=faults)
 
+    @classmethod
+    def parse(cls, text: str) -> "Recipe":
+        """The recipe that `to_toml` wrote. Raises RequestError with all faults."""
+        return _validated(tomllib.loads(text), world_size=None, faults=())
+
     @property
     def architecture(self) -> Architecture:
         """The model as facts."""
@@ -128,7 +134,9 @@ class Recipe(Section):
         """What is sound in this recipe but cannot be trained by this version."""
         mesh = self.mesh(world_size)
         return tuple(
-            Fault(f"parallel.{axis}", str(size), "1: this version spreads a run over pp alone", ("1",))
+            Fault(
+                f"parallel.{axis}", str(size), "1: this version spreads a run over pp alone", ("1",)
+            )
             for axis, size in (("dp", mesh.dp), ("cp", mesh.cp), ("ep", mesh.ep))
             if size > 1
         )

@@ -32,8 +32,8 @@ class Mesh:
         """The mesh of `world_size` ranks; dp is what is left. Raises RequestError if not whole."""
         model_ranks = pp * cp * ep
         dp, rest = divmod(world_size, model_ranks)
-        if rest or dp == 0:
-            nearest = tuple(str(model_ranks * n) for n in (dp, dp + 1) if n > 0)
+        if rest or dp < 1:
+            nearest = tuple(str(model_ranks * n) for n in (dp, max(dp + 1, 1)) if n > 0)
             wanted = f"a multiple of pp * cp * ep = {model_ranks}"
             raise _refused(Fault("world_size", str(world_size), wanted, nearest))
         if dp_shard is not None and dp % dp_shard:

@@ -1,0 +1,154 @@
+"""Recipes that must be refused: every fault named at once, quickly, with what would be valid."""
+
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pith.config import Recipe
+from pith.errors import RequestError
+
+BROKEN = sorted((Path(__file__).parents[1] / "broken" / "recipes").glob("*.toml"))
+
+
+def refused(name, *overrides, world_size=None):
+    with pytest.raises(RequestError) as caught:
+        Recipe.load(name, overrides, world_size)
+    return caught.value
+
+
+def faults_of(name, *overrides, world_size=None):
+    error = refused(name, *overrides, world_size=world_size)
+    assert error.exit_status == 2
+    return {fault.where: fault for fault in error.faults}
+
+
+def test_there_are_at_least_ten_impossible_recipes():
+    assert len(BROKEN) >= 10
+
+
+@pytest.mark.parametrize("path", BROKEN, ids=lambda path: path.stem)
+def test_every_fault_of_an_impossible_recipe_is_named_at_once(path):
+    named = path.read_text().splitlines()[0].removeprefix("# faults: ").split(", ")
+    start = time.monotonic()
+    error = refused(path)
+    assert time.monotonic() - start < 5
+    assert error.code == "recipe.invalid"
+    assert sorted(fault.where for fault in error.faults) == sorted(named)
+    assert all(fault.found and fault.wanted for fault in error.faults)
+    assert all("\n" not in str(fault) for fault in error.faults)
+
+
+@pytest.mark.parametrize(
+    ("override", "where", "nearest"),
+    [
+        ("training.global_batch_size=15", "training.global_batch_size", ("14", "16")),
+        ("training.global_batch_size=1", "training.global_batch_size", ("2",)),
+        ("training.sequence_length=3000", "training.sequence_length", ("2048",)),
+        ("model.fields.num_experts_per_tok=9", "model.fields.num_experts_per_tok", ("8",)),
+        ("model.fields.num_key_value_heads=4", "model.fields.num_key_value_heads", ("3", "6")),
+        ("parallel.schedule=dualpip", "parallel.schedule", ("dualpipev",)),
+        ("parallel.pp=4", "parallel.pp", ("3",)),
+        ("parallel.layers_per_stage=[1,1]", "parallel.layers_per_stage", ("[1, 1, 1, 1]",)),
+        ("optimizer.warmup_steps=61", "optimizer.warmup_steps", ("60",)),
+        ("optimizer.decay_steps=56", "optimizer.decay_steps", ("55",)),
+        ("data.validation=0.6", "data.validation", ("0.5",)),
+        ("training.lr=1", "training.lr", ("optimizer.lr",)),
+        ("trainings.steps=1", "trainings", ("training",)),
+    ],
+)
+def test_a_fault_offers_the_nearest_valid_values(override, where, nearest):
+    fault = faults_of("tiny-moe", override)[where]
+    assert fault.nearest[: len(nearest)] == nearest
+
+
+def test_the_nearest_values_are_accepted():
+    for fault in faults_of("tiny-moe", "training.global_batch_size=15", "parallel.ep=3").values():
+        for value in fault.nearest:
+            other = "parallel.ep=1" if fault.where != "parallel.ep" else "training.seed=1"
+            Recipe.load("tiny-moe", [f"{fault.where}={value}", other])
+
+
+@pytest.mark.parametrize(
+    ("world_size", "nearest"), [(3, ("2", "4")), (1, ("2",)), (0, ("2",)), (-2, ("2",))]
+)
+def test_a_world_that_is_no_multiple_of_the_layout_is_refused(world_size, nearest):
+    fault = faults_of("tiny-moe", world_size=world_size)["world_size"]
+    assert set(nearest) <= set(fault.nearest)
+
+
+def test_data_ranks_of_the_world_enter_the_batch_check():
+    assert Recipe.load("tiny-moe", world_size=8).batch(8).num_micro_batches == 2
+    assert set(faults_of("tiny-moe", world_size=6)) == {"training.global_batch_size"}
+
+
+@pytest.mark.parametrize("text", ["steps", "=3", ".=3", "training..steps=3"])
+def test_an_override_that_is_none_is_refused(text):
+    assert "--set" in faults_of("tiny-moe", text)
+
+
+def test_an_override_below_a_single_value_is_refused():
+    assert "training.steps.more" in faults_of("tiny-moe", "training.steps.more=3")
+
+
+def test_an_unknown_name_lists_what_is_shipped():
+    error = refused("tiny-mo")
+    assert error.code == "recipe.not_found"
+    assert error.faults[0].nearest[0] == "tiny-moe"
+    assert error.next_step == "pith recipe list"
+
+
+@pytest.mark.parametrize("content", [b"[model", b"\xff\xfe", b"a = 1\na = 2\n"])
+def test_a_file_that_is_no_toml_is_one_clear_line(tmp_path, content):
+    path = tmp_path / "recipe.toml"
+    path.write_bytes(content)
+    error = refused(path)
+    assert error.code == "recipe.unreadable"
+    assert str(path) in str(error)
+    assert "\n" not in str(error)
+
+
+@pytest.mark.parametrize("content", ["{", "[1]", '{"vocab_size": NaN}', ""])
+def test_a_model_config_that_is_no_json_object_is_named(tmp_path, content):
+    config = tmp_path / "config.json"
+    config.write_text(content)
+    faults = faults_of("tiny-moe", f"model.config={config}", "training.steps=0")
+    assert str(config) in faults["model.config"].found
+    assert "training.steps" in faults
+
+
+VALUES = st.one_of(
+    st.integers(-(10**30), 10**30).map(str),
+    st.floats().map(repr),
+    st.sampled_from(["true", "[]", "[1, 2]", "{}", "{a = 1}", "none", "''", "1979-05-27", "[[]]"]),
+    st.text(max_size=8),
+)
+KEYS = st.sampled_from(
+    [
+        *("model", "model.config", "model.fields", "training", "operators", "name", "data.corpus"),
+        *("training.steps", "training.clip", "training.global_batch_size", "optimizer.lr"),
+        *("optimizer.betas", "parallel.pp", "parallel.ep", "parallel.cp", "parallel.schedule"),
+        *("parallel.layers_per_stage", "model.fields.num_hidden_layers", "model.fields.head_dim"),
+        *("model.fields.num_experts", "model.fields.mlp_only_layers", "model.fields.layer_types"),
+        *("model.fields.rope_theta", "model.fields.rope_parameters", "model.fields.auto_map"),
+    ]
+)
+
+
+@settings(max_examples=100, deadline=None)
+@given(pairs=st.lists(st.tuples(KEYS, VALUES), min_size=1, max_size=4))
+def test_no_value_escapes_as_anything_but_a_request_error(tmp_path_factory, pairs):
+    overrides = [f"{key}={value}" for key, value in pairs]
+    try:
+        recipe = Recipe.load("tiny-moe", overrides)
+    except RequestError as error:
+        recipe, named = None, error.faults
+    if recipe is None:
+        assert named
+    else:
+        assert sum(map(len, recipe.layer_split())) == recipe.architecture.num_layers
+        path = tmp_path_factory.getbasetemp() / "resolved.toml"
+        path.write_text(recipe.to_toml(), encoding="utf-8")
+        assert Recipe.load(path) == recipe
