@@ -27,7 +27,7 @@ def sequence_balance(probs_BSE: Tensor, counts_BE: Tensor) -> Tensor:
     P_e its mean router probability (arXiv 2405.04434). Only P carries a gradient.
     """
     num_experts = counts_BE.shape[1]
-    fractions_BE = counts_BE / counts_BE.sum(dim=1, keepdim=True)
+    fractions_BE = counts_BE.to(probs_BSE.dtype) / counts_BE.sum(dim=1, keepdim=True)
     return num_experts * (fractions_BE * probs_BSE.mean(dim=1)).sum(dim=1).mean()
 
 

@@ -61,31 +61,6 @@ class Records:
         self.losses[layer] = self.losses.get(layer, 0) + balance_loss
 
 
-@dataclass
-class RecordingSink:
-    """A sink as the engine's: main gradients now, weight gradients when `run` is called."""
-
-    main: dict[int, Tensor] = field(default_factory=dict)
-    waiting: list[tuple[Tensor, Callable[[Tensor], None]]] = field(default_factory=list)
-
-    def of(self, parameter: Tensor) -> Tensor:
-        dtype = torch.promote_types(parameter.dtype, torch.float32)
-        return self.main.setdefault(id(parameter), torch.zeros_like(parameter, dtype=dtype))
-
-    def add(self, parameter: Tensor, grad: Tensor) -> None:
-        with torch.no_grad():
-            self.of(parameter).add_(grad)
-
-    def defer(self, parameter: Tensor, accumulate: Callable[[Tensor], None]) -> None:
-        self.waiting.append((parameter, accumulate))
-
-    def run(self) -> None:
-        with torch.no_grad():
-            for parameter, accumulate in self.waiting:
-                accumulate(self.of(parameter))
-        self.waiting.clear()
-
-
 class Float64Oracle(TorchFunctionMode):
     """Runs foreign code that asks for float32 by name in float64 instead."""
 
@@ -113,11 +88,6 @@ def moe_config() -> dict[str, Any]:
 @pytest.fixture
 def records() -> Records:
     return Records()
-
-
-@pytest.fixture
-def recording_sink() -> RecordingSink:
-    return RecordingSink()
 
 
 @pytest.fixture

@@ -16,6 +16,7 @@ from torch.nn.functional import cross_entropy
 from pith.arch import from_config
 from pith.arch.qwen3 import Qwen3
 from pith.comm.exchange import LocalExchange
+from pith.engine.weight_grads import WeightGrads
 from pith.layer.protocol import Carry, Context, Layer, Parts, Stage
 from pith.models.qwen3 import Qwen3Stage
 from pith.ops import choose
@@ -130,7 +131,6 @@ def test_gradients_given_to_a_sink_equal_plain_autograd(
     whole_model: Callable[..., Qwen3Stage],
     context_for: Callable[..., Context],
     batch: tuple[Tensor, Tensor],
-    recording_sink: Any,
 ) -> None:
     if grouped_linear == "library":
         dtype, tolerance = torch.float32, 1e-5  # that kernel has no float64
@@ -140,13 +140,13 @@ def test_gradients_given_to_a_sink_equal_plain_autograd(
     context = context_for(plain, batch[0].shape[1], balance_scale=0.7)
     forward_loss(plain, batch, context).backward()
 
-    overrides = {"grouped_linear": grouped_linear}
-    stage = whole_model(config, dtype, sink=recording_sink, overrides=overrides)
+    sink, overrides = WeightGrads(), {"grouped_linear": grouped_linear}
+    stage = whole_model(config, dtype, sink=sink, overrides=overrides)
     forward_loss(stage, batch, context).backward()
-    recording_sink.run()
+    sink.run_fresh()
 
     assert all(parameter.grad is None for parameter in stage.parameters())
-    found = {name: recording_sink.of(p) for name, p in stage.named_parameters()}
+    found = {name: sink.main_grad(p) for name, p in stage.named_parameters()}
     wanted = {name: p.grad for name, p in plain.named_parameters()}
     assert_near(found, wanted, tolerance)
 
