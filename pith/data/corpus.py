@@ -32,12 +32,11 @@ _Mapped = np.memmap[Any, np.dtype[Any]]
 class TokenCorpus:
     """Token ids and document boundaries, mapped from files that are never written.
 
-    `fingerprint` is the sha256 of the manifest, which holds the checksums of all other files.
+    `fingerprint` is equal for equal tokens, documents and tokenizers, wherever they lie.
     """
 
     path: Path
     manifest: Manifest
-    fingerprint: str
     token_maps: tuple[_Mapped, ...]
     file_starts: Ids  # [num_files + 1] where each file starts in the concatenated tokens
     offsets: _Mapped  # [num_documents + 1] where each document starts
@@ -55,7 +54,7 @@ class TokenCorpus:
 
     @classmethod
     def _open(cls, path: Path, *, verify: bool) -> "TokenCorpus":
-        content, manifest = _read_manifest(path)
+        manifest = _read_manifest(path)
         for file in manifest.files:
             _check_size(path / file.name, file, manifest=manifest)
         dtype = np.dtype(manifest.dtype).newbyteorder("<")
@@ -66,7 +65,6 @@ class TokenCorpus:
         corpus = cls(
             path=path,
             manifest=manifest,
-            fingerprint=hashlib.sha256(content).hexdigest(),
             token_maps=tuple(
                 np.memmap(path / entry.name, dtype=dtype, mode="r")
                 for entry in manifest.token_files
@@ -85,6 +83,12 @@ class TokenCorpus:
     @property
     def num_documents(self) -> int:
         return self.manifest.num_documents
+
+    @property
+    def fingerprint(self) -> str:
+        read = [entry.sha256 for entry in self.manifest.files if entry.name.endswith(".bin")]
+        facts = (self.manifest.tokenizer_fingerprint, self.manifest.dtype, *read)
+        return hashlib.sha256(" ".join(facts).encode()).hexdigest()
 
     def read(self, start: int, stop: int) -> Ids:
         """Tokens [stop - start] of the concatenated files."""
@@ -143,15 +147,14 @@ class TokenCorpus:
                     )
 
 
-def _read_manifest(path: Path) -> tuple[bytes, Manifest]:
+def _read_manifest(path: Path) -> Manifest:
     file = path / MANIFEST
     if not path.exists():
         raise _refused(path, "there is no such corpus folder")
     if not file.is_file():
         raise _refused(file, "the manifest is missing, so this is no complete corpus")
-    content = file.read_bytes()
     try:
-        manifest = Manifest.model_validate_json(content)
+        manifest = Manifest.model_validate_json(file.read_bytes())
     except pydantic.ValidationError as error:
         first = error.errors()[0]
         field = ".".join(str(part) for part in first["loc"]) or "the whole file"
@@ -161,7 +164,7 @@ def _read_manifest(path: Path) -> tuple[bytes, Manifest]:
             found=repr(first["input"])[:80],
         ) from None
     _check_manifest(file, manifest)
-    return content, manifest
+    return manifest
 
 
 def _check_manifest(file: Path, manifest: Manifest) -> None:

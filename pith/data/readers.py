@@ -86,7 +86,7 @@ def read_records(path: Path, *, text_key: str) -> Iterator[Record]:
             for line, content in enumerate(_lines(path), start=1):
                 kept = content.removeprefix(_BOM) if line == 1 else content
                 if kept.strip():
-                    yield Record(name, line, kept, is_json=True)
+                    yield Record(name, line, kept.rstrip(b"\r\n"), is_json=True)
         except (EOFError, OSError, zlib.error, _zstd_error()) as error:
             what = f"the file is cut short or damaged after line {line} ({error})"
             raise _unreadable(name, what) from error
@@ -102,8 +102,10 @@ def text_of(record: Record, *, text_key: str) -> str:
         content = _json_text(content, text_key=text_key)
     if content is None:
         raise BadLineError(f"{text_key} is null")
-    if any("\ud800" <= character <= "\udfff" for character in content):
-        raise BadLineError("the text holds half of a surrogate pair")
+    try:
+        content.encode()
+    except UnicodeEncodeError:
+        raise BadLineError("the text holds half of a surrogate pair") from None
     return content
 
 
@@ -215,16 +217,22 @@ def _rows(path: Path, *, text_key: str) -> Iterator[Record]:
             if text_key not in schema.names:
                 columns = ", ".join(schema.names)[:80]
                 raise _unreadable(str(path), f"no column {text_key!r}; there are: {columns}")
-            column = schema.field(text_key).type
-            if not (pyarrow.types.is_string(column) or pyarrow.types.is_large_string(column)):
-                raise _unreadable(str(path), f"column {text_key!r} is {column}, not text")
+            kind = schema.field(text_key).type
+            if getattr(kind, "value_type", kind) not in _text_types():
+                raise _unreadable(str(path), f"column {text_key!r} is {kind}, not text")
             for batch in file.iter_batches(batch_size=_ROWS, columns=[text_key]):
-                for value in batch.column(0):
+                for value in batch.column(0).cast(pyarrow.large_string()):
                     row += 1
                     yield Record(str(path), row, _row_text(value), is_json=False)
     except (pyarrow.ArrowException, OSError) as error:
         reason = " ".join(str(error).split())[:120]
         raise _unreadable(str(path), f"damaged after row {row} ({reason})") from error
+
+
+def _text_types() -> tuple[Any, ...]:
+    import pyarrow  # noqa: PLC0415
+
+    return pyarrow.string(), pyarrow.large_string(), pyarrow.string_view()
 
 
 def _row_text(value: Any) -> bytes | None:

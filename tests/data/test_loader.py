@@ -93,7 +93,7 @@ def test_without_validation_everything_trains(make_corpus) -> None:
         loader_of(corpus, validation_fraction=1.0)
 
 
-def test_R14_sample_ids_are_the_same_for_every_world_and_after_every_stop(make_corpus) -> None:
+def test_r14_sample_ids_are_the_same_for_every_world_and_after_every_stop(make_corpus) -> None:
     corpus = make_corpus(TEXTS)
     loader = loader_of(corpus, global_batch_size=8)
     steps = 3 * loader.num_train_samples // 8
@@ -128,7 +128,7 @@ def test_the_stream_does_not_depend_on_the_batch_size(make_corpus) -> None:
     assert all((stream == streams[0]).all() for stream in streams)
 
 
-def test_P08_epochs_after_a_resume_are_those_of_the_uninterrupted_run(make_corpus) -> None:
+def test_p08_epochs_after_a_resume_are_those_of_the_uninterrupted_run(make_corpus) -> None:
     corpus = make_corpus(["x" * 40, "y" * 39])
     settings = {"validation_fraction": 0.0, "global_batch_size": 1}
     loader = loader_of(corpus, **settings)
@@ -144,7 +144,7 @@ def test_P08_epochs_after_a_resume_are_those_of_the_uninterrupted_run(make_corpu
     assert whole[:10] != whole[10:20]
 
 
-def test_P07_a_corpus_smaller_than_a_batch_is_refused_with_both_numbers(make_corpus) -> None:
+def test_p07_a_corpus_smaller_than_a_batch_is_refused_with_both_numbers(make_corpus) -> None:
     three = make_corpus(["x" * 24], name="three")  # 25 tokens: 3 windows of 8 + 1
     loader = loader_of(three, validation_fraction=0, global_batch_size=4)
     with pytest.raises(RequestError, match=r"found 3 training .*; wanted at least 4") as caught:
@@ -155,7 +155,7 @@ def test_P07_a_corpus_smaller_than_a_batch_is_refused_with_both_numbers(make_cor
         none.check(1)
 
 
-def test_P07_exactly_one_batch_trains_and_one_sample_more_needs_another_epoch(make_corpus) -> None:
+def test_p07_exactly_one_batch_trains_and_one_sample_more_needs_another_epoch(make_corpus) -> None:
     four = make_corpus(["x" * 32])
     settings = {"validation_fraction": 0, "global_batch_size": 4}
     loader_of(four, epochs=1, **settings).check(1)
@@ -183,7 +183,9 @@ def test_the_stream_is_the_batches_read_on_one_thread_that_ends(make_corpus) -> 
         assert (got.sample_ids == want.sample_ids).all()
 
 
-def test_a_failure_on_the_thread_surfaces_where_the_batch_is_taken(make_corpus, monkeypatch) -> None:
+def test_a_failure_on_the_thread_surfaces_where_the_batch_is_taken(
+    make_corpus, monkeypatch
+) -> None:
     loader = loader_of(make_corpus(TEXTS))
     read, calls = TokenCorpus.read, []
 
