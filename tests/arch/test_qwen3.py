@@ -10,13 +10,33 @@ from pith.arch.parameter import Role
 from pith.arch.qwen3 import Qwen3
 from pith.errors import RequestError
 
+TINY = {
+    "model_type": "qwen3_moe",
+    "vocab_size": 264,
+    "hidden_size": 192,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "intermediate_size": 512,
+    "moe_intermediate_size": 192,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "norm_topk_prob": True,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "max_position_embeddings": 2048,
+}
 
-def config(name="tiny-moe", **changes):
-    text = (files("pith") / "recipes" / name / "config.json").read_text()
-    return json.loads(text) | changes
+
+def config(name=None, **changes):
+    """The fields of a shipped model, or of the tiny one above, with changes."""
+    if name is None:
+        return TINY | changes
+    return json.loads((files("pith") / "recipes" / name / "config.json").read_text()) | changes
 
 
-def without(key, name="tiny-moe"):
+def without(key, name=None):
     return {k: v for k, v in config(name).items() if k != key}
 
 
