@@ -1,6 +1,7 @@
 """R28 and P05: every document is accounted for, whatever the workers and the interruptions."""
 
 import json
+import multiprocessing
 import signal
 import subprocess
 import sys
@@ -188,6 +189,17 @@ def test_an_error_in_a_worker_is_the_error_of_the_run(tmp_path, write_texts) -> 
     source.write_text(source.read_text() + "bad\n")
     with pytest.raises(RequestError, match=f"{source}:2001: not JSON"):
         tokenize([str(source)], out=tmp_path / "out", workers=2)
+
+
+def test_a_worker_that_is_killed_ends_the_run_with_one_line(tmp_path, write_texts) -> None:
+    def kill_one(_: Progress) -> None:
+        multiprocessing.active_children()[0].kill()
+
+    source = str(write_texts(texts(20_000)))
+    with pytest.raises(RunFailedError, match="a tokenizing process was killed"):
+        tokenize([source], out=tmp_path / "out", workers=2, on_progress=kill_one)
+    assert not multiprocessing.active_children()
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_full_disk_is_one_line_and_the_next_run_continues(
