@@ -40,10 +40,16 @@ def test_every_invariant_has_a_broken_table():
 @pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize("pp", range(1, 9))
 def test_every_built_table_holds(name, pp):
-    for num_micro_batches in {1, 2, 3, pp, 2 * pp - 1, 2 * pp, 2 * pp + 3, 24}:
-        table = build(name, pp=pp, num_micro_batches=num_micro_batches)
-        assert verify(table) == ()
-        assert verify(forward_only(table), forward_only=True) == ()
+    for num_micro_batches in {1, 2, pp, 2 * pp - 1, 2 * pp, 2 * pp + 3, 24}:
+        assert verify(build(name, pp=pp, num_micro_batches=num_micro_batches)) == ()
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("pp", range(1, 9))
+def test_every_evaluation_table_holds(name, pp):
+    for num_micro_batches in (1, pp, 2 * pp + 3):
+        table = forward_only(build(name, pp=pp, num_micro_batches=num_micro_batches))
+        assert verify(table, forward_only=True) == ()
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -83,7 +89,7 @@ def test_receives_posted_in_the_order_of_use_are_rejected():
         return tuple(replace(step, post=need) for step, need in zip(row, needs, strict=True))
 
     violations = verify_steps(table, tuple(order_of_use(row) for row in steps))
-    assert "channels" in {violation.invariant for violation in violations}
+    assert {violation.invariant for violation in violations} == {"channels", "progress"}
 
 
 def test_a_bound_that_just_fits_passes_and_one_less_does_not():
