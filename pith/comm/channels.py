@@ -180,9 +180,7 @@ def open_channels(
     return groups
 
 
-def _warm(
-    group: dist.ProcessGroup, *, source: int, target: int, device: torch.device
-) -> None:
+def _warm(group: dist.ProcessGroup, *, source: int, target: int, device: torch.device) -> None:
     token = torch.zeros(1, device=device)
     if dist.get_rank() == source:
         dist.send(token, dst=target, group=group)

@@ -70,9 +70,7 @@ class Executor:
         grads, outputs = alternate(self._start(backward, batches), self._start(forward, batches))
         return outputs, grads
 
-    def _start(
-        self, op: Op, batches: Sequence[MicroBatch]
-    ) -> Generator[None, None, Tensors]:
+    def _start(self, op: Op, batches: Sequence[MicroBatch]) -> Generator[None, None, Tensors]:
         """The work of one operation, waiting for its input when first advanced."""
         key = (op.stage, op.micro)
         stage = self._stages[op.stage]
@@ -119,5 +117,3 @@ class Executor:
             self._local[Op(Kind.F, op.stage + 1, op.micro)] = tensors
         elif op.kind is not Kind.W and op.stage > 0:
             self._local[Op(Kind.B, op.stage - 1, op.micro)] = tensors
-
-

@@ -7,6 +7,7 @@ import signal
 import threading
 import uuid
 
+import torch
 import torch._dynamo  # noqa: F401  the first optimizer imports it: once here, not in every rank
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -60,8 +61,9 @@ def _config(job: Job, num_ranks: int) -> LaunchConfig:
         local_addr="localhost",
         max_restarts=0,
         monitor_interval=0.1,
-        # CUDA does not survive a fork; without it a fork spares every rank the import of torch.
-        start_method="fork" if job.device == "cpu" else "spawn",
+        # Where there is a GPU, looking for it has initialised CUDA, which no fork survives, not
+        # even into ranks that compute on the CPU. Without one a fork spares the import of torch.
+        start_method="spawn" if torch.cuda.is_available() else "fork",
         logs_specs=DefaultLogsSpecs(log_dir=os.devnull),
     )
 

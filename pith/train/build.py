@@ -19,8 +19,6 @@ from pith.engine.weight_grads import WeightGrads
 from pith.layer.protocol import Parts, Stage
 from pith.models.qwen3 import Qwen3Stage
 from pith.ops import Operators, choose
-from pith.plan.placement import split_layers
-from pith.schedule.build import build as build_table
 from pith.schedule.lower import channels
 from pith.schedule.passes import forward_only
 from pith.schedule.table import Table
@@ -53,7 +51,7 @@ def build(recipe: Recipe, world: World, *, headers: bool = False) -> Model:
     `headers` labels pipeline messages and asserts the labels. Every rank calls this at the same
     time: channels are opened and the schedule is agreed on.
     """
-    table = schedule_table(recipe, world_size=world.size)
+    table = recipe.table(world.size)
     evaluation_table = forward_only(table)
     world.agree("schedule", table.digest())
     mesh = recipe.mesh(world.size)
@@ -94,15 +92,6 @@ def build(recipe: Recipe, world: World, *, headers: bool = False) -> Model:
     )
 
 
-def schedule_table(recipe: Recipe, *, world_size: int) -> Table:
-    """The table that this recipe runs on `world_size` ranks."""
-    return build_table(
-        recipe.schedule_name,
-        pp=recipe.parallel.pp,
-        num_micro_batches=recipe.batch(world_size).num_micro_batches,
-    )
-
-
 def build_stage(
     architecture: Architecture,
     layers: range,
@@ -127,9 +116,7 @@ def build_stage(
             )
 
 
-def canonical_parameters(
-    stages: Mapping[int, Stage], tied: Tied | None
-) -> dict[str, nn.Parameter]:
+def canonical_parameters(stages: Mapping[int, Stage], tied: Tied | None) -> dict[str, nn.Parameter]:
     """This rank's parameters by canonical name; a tied head goes by the embedding's name."""
     named: dict[str, nn.Parameter] = {}
     for stage in stages.values():
@@ -156,7 +143,7 @@ def _build_stages(
         num_local_experts=architecture.num_experts,
         first_expert=0,
     )
-    split = layer_split(recipe, table.placement.num_stages)
+    split = recipe.layer_split()
     return {
         stage: build_stage(
             architecture,
@@ -169,18 +156,6 @@ def _build_stages(
         )
         for stage in table.placement.stages(rank)
     }
-
-
-def layer_split(recipe: Recipe, num_stages: int) -> tuple[range, ...]:
-    """Which layers each stage holds."""
-    architecture, length = recipe.architecture, recipe.training.sequence_length
-    return split_layers(
-        architecture.layer_costs(length),
-        num_stages=num_stages,
-        first_cost=architecture.embedding_cost(length),
-        last_cost=architecture.head_cost(length),
-        explicit=recipe.parallel.layers_per_stage,
-    )
 
 
 def _tie(
@@ -210,9 +185,7 @@ def _borrowed(tied: Tied | None) -> frozenset[str]:
     return frozenset({EMBEDDING}) if away else frozenset()
 
 
-def _initialise(
-    parameters: Parameters, specs: Mapping[str, ParameterSpec], *, seed: int
-) -> None:
+def _initialise(parameters: Parameters, specs: Mapping[str, ParameterSpec], *, seed: int) -> None:
     for name, master in parameters.masters.items():
         fill(master, specs[name], seed=seed)
     parameters.gather()

@@ -9,15 +9,15 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
-from pith.checkpoint.weights import commit, save_part
+from pith.checkpoint.weights import begin, commit, save_part, temporary_folder
 from pith.comm.world import World
 from pith.config import Recipe
-from pith.data.loader import Batch, Loader
-from pith.data.prepare import prepare
+from pith.data.loader import NOT_COUNTED, Batch, Loader, prepare
 from pith.errors import RunFailedError
-from pith.plan.flops import mfu, peak_flops
+from pith.plan.flops import mfu, peak_bf16_flops
 from pith.run.console import StepConsole
 from pith.run.job import Job
 from pith.run.metrics import MetricsLog, StepMetrics
@@ -37,7 +37,7 @@ def run(job: Job) -> Summary | None:
     Returns the summary on rank 0, None elsewhere. Raises RequestError for a corpus that does not
     serve, RunFailedError when the run goes wrong.
     """
-    recipe = Recipe.loads(job.recipe_toml)
+    recipe = Recipe.parse(job.recipe_toml)
     world = World.joined(_device(job), backend=job.backend)
     torch.use_deterministic_algorithms(recipe.training.deterministic)
     world.agree("recipe", job.recipe_toml)
@@ -124,14 +124,17 @@ class Log:
         device = self._world.device
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
         return {
-            key: mfu(tokens_per_second, flops, peak_flops(name), num_devices=self._world.size)
+            key: mfu(
+                tokens_per_second,
+                flops_per_token=flops,
+                peak_flops=peak_bf16_flops(name),
+                num_devices=self._world.size,
+            )
             for key, flops in self._flops.items()
         }
 
 
-def _train(
-    job: Job, trainer: Trainer, log: Log, loader: Loader, batches: Iterator[Batch]
-) -> None:
+def _train(job: Job, trainer: Trainer, log: Log, loader: Loader, batches: Iterator[Batch]) -> None:
     training = trainer.recipe.training
     progress = Progress(job.progress_path(trainer.world.rank))
     site = FaultSite(job.fault, rank=trainer.world.rank)
@@ -151,7 +154,7 @@ def _train(
         _synchronise(trainer.world.device)
         log.step(index, result, time.perf_counter() - start)
         if index == 0:
-            write_trace(Path(job.run_dir) / "trace", trainer.world.rank, result.slots)
+            write_trace(Path(job.run_dir) / "trace", trainer.world.rank, [" ".join(result.slots)])
         num_skips = 0 if result.updated else num_skips + 1
         if not result.updated:
             _report_non_finite(log, index, result, num_skips, trainer.recipe)
@@ -178,15 +181,29 @@ def _report_non_finite(
 
 def _validate(trainer: Trainer, loader: Loader, log: Log) -> float | None:
     """The mean loss over the validation sequences; None where none are held out."""
-    size = trainer.recipe.training.global_batch_size
-    num_batches = -(-trainer.recipe.validation.num_sequences // size)
-    if not loader.num_validation_samples:
+    num_sequences = min(trainer.recipe.validation.num_sequences, loader.num_validation_samples)
+    if num_sequences == 0:
         return None
-    losses = [trainer.evaluate(batch) for batch in loader.validation(num_batches)]
-    loss = statistics.fmean(losses)
-    step = len(log.steps)
-    log.event("validation", f"validation loss {loss:.4f}", step=step, validation_loss=loss)
+    total, num_counted = 0.0, 0
+    for batch in batches_of(loader.validation(num_sequences), trainer.recipe):
+        total += trainer.evaluate(batch)
+        num_counted += int((batch.labels_NS != NOT_COUNTED).sum())
+    loss = total / max(1, num_counted)
+    text = f"validation loss {loss:.4f} over {num_sequences} sequences"
+    log.event("validation", text, step=len(log.steps), validation_loss=loss)
     return loss
+
+
+def batches_of(sequences: Batch, recipe: Recipe) -> Iterator[Batch]:
+    """Cut `sequences` into global batches, the last one filled up with rows that do not count."""
+    size = recipe.training.global_batch_size
+    for start in range(0, len(sequences.sample_ids), size):
+        rows = np.arange(start, start + size)
+        beyond = rows >= len(sequences.sample_ids)
+        rows[beyond] = 0
+        labels_NS = sequences.labels_NS[rows]
+        labels_NS[beyond] = NOT_COUNTED
+        yield Batch(sequences.tokens_NS[rows], labels_NS, sequences.sample_ids[rows])
 
 
 def _finish(job: Job, trainer: Trainer, log: Log, validation: float | None) -> Summary | None:
@@ -194,12 +211,15 @@ def _finish(job: Job, trainer: Trainer, log: Log, validation: float | None) -> S
     world, recipe, model = trainer.world, trainer.recipe, trainer.model
     folder = Path(job.run_dir) / "checkpoints" / f"weights-{recipe.training.steps:08d}"
     mine = {name: model.parameters.masters[name].cpu() for name in sorted(model.owned)}
-    part = folder.with_name(folder.name + ".partial")
-    save_part(mine, part, world.rank)
+    if world.rank == 0:
+        begin(folder)
+    world.barrier()
+    save_part(mine, temporary_folder(folder), part=world.rank)
     world.barrier()
     if world.rank != 0:
         return None
-    commit(part, folder, metadata={"recipe": job.recipe_name, "step": str(recipe.training.steps)})
+    metadata = {"recipe": job.recipe_name, "step": str(recipe.training.steps)}
+    commit(temporary_folder(folder), folder, num_parts=world.size, metadata=metadata)
     mesh = recipe.mesh(world.size)
     first, last = log.steps[0], log.steps[-1]
     if not math.isfinite(last.loss):

@@ -87,7 +87,7 @@ class Trainer:
         )
 
     def evaluate(self, batch: Batch) -> float:
-        """The token mean of the loss on `batch`, weights untouched, equal on every rank.
+        """The **sum** of the token losses on `batch`, weights untouched, equal on every rank.
 
         The batch has as many sequences as a training step.
         """
@@ -95,7 +95,7 @@ class Trainer:
         micro_batches = self._micro_batches(batch, balance_per_token=0.0, meter=RoutingMeter())
         losses = self.model.evaluation.run(micro_batches).losses
         total = self.world.sum(torch.tensor([_sum_losses(losses)], dtype=torch.float64))
-        return float(total[0]) / max(1, int((batch.labels_NS != -100).sum()))
+        return float(total[0])
 
     def _micro_batches(
         self, batch: Batch, *, balance_per_token: float, meter: RoutingMeter
@@ -111,7 +111,7 @@ class Trainer:
         return [
             MicroBatch(tokens_BS, labels_BS, context)
             for tokens_BS, labels_BS in zip(
-                tokens_NS.split(size), labels_NS.split(size), strict=True
+                torch.split(tokens_NS, size), torch.split(labels_NS, size), strict=True
             )
         ]
 
@@ -154,9 +154,7 @@ class Trainer:
             loss=float(summed[0]),
             squares=float(summed[1]),
             balance=float(summed[2]) / num_records if num_records else None,
-            faulty_ranks=tuple(
-                rank for rank in range(world.size) if summed[4 + rank] > 0
-            ),
+            faulty_ranks=tuple(rank for rank in range(world.size) if summed[4 + rank] > 0),
             load_LE=tuple(tuple(row) for row in loads.tolist()),
         )
 

@@ -1,0 +1,98 @@
+"""Qwen3-30B-A3B widths on one GPU: bf16 against the CPU, one process against two.
+
+Usage: python tools/campaigns/hopper_slice.py OUT_DIR [--steps 20]
+
+Runs `pith train` on a slice of two layers with four sequences of 1024 tokens that every step
+repeats: on the CPU in float32 (one step), on the GPU in bfloat16, and there again as two pipeline
+ranks over gloo. Checks that all values are finite, that the loss falls, that the first losses
+agree to 5e-3 and the two GPU curves to 5e-3 a step. Prints a table; exit 1 when a check fails.
+"""
+
+import argparse
+import json
+import math
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib import resources
+from pathlib import Path
+
+TOLERANCE = 5e-3
+SEQUENCES, LENGTH = 4, 1024
+RUNS = {
+    "cpu float32": ["--device=cpu", "--set=training.precision=float32", "--set=training.steps=1"],
+    "gpu float32": ["--device=cuda", "--set=training.precision=float32", "--set=training.steps=2"],
+    "gpu bfloat16": ["--device=cuda"],
+    "gpu bfloat16, 2 ranks": ["--device=cuda", "--backend=gloo", "--set=parallel.pp=2"],
+}
+SLICE = {
+    "model.fields.num_hidden_layers": 2,
+    "parallel.pp": 1,
+    "parallel.ep": 1,
+    "parallel.schedule": "auto",
+    "data.validation": 0,
+    "data.packing": "none",
+    "training.global_batch_size": SEQUENCES,
+    "training.sequence_length": LENGTH,
+    "optimizer.schedule": "constant",
+    "optimizer.warmup_steps": 0,
+    "optimizer.decay_steps": 0,
+    "validation.every": 0,
+}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--steps", type=int, default=20)
+    options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
+    corpus = options.out / "repeated.txt"
+    source = resources.files("pith.data") / "embedded" / "python-docs.jsonl"
+    text = "".join(json.loads(line)["text"] for line in source.read_text().splitlines())
+    corpus.write_text(text[: SEQUENCES * LENGTH + 100], encoding="ascii", errors="replace")
+    runs = {name: train(name, options, corpus) for name in RUNS}
+    for name, steps in runs.items():
+        last, speed = steps[-1], max(step["tokens_per_second"] for step in steps)
+        memory = (last["memory_bytes"] or 0) / 1e9
+        print(
+            f"{name:24} loss {steps[0]['loss']:.5f} -> {last['loss']:.5f} in {len(steps)} steps,"
+            f" grad norm {steps[0]['grad_norm']:.4f}, {speed:,.0f} tokens/s, {memory:.1f} GB"
+        )
+    problems = list(check(runs))
+    (options.out / "hopper_slice.json").write_text(json.dumps({"runs": runs, "failed": problems}))
+    print("\n".join(problems) or "every check held")
+    return 1 if problems else 0
+
+
+def train(name: str, options: argparse.Namespace, corpus: Path) -> list[dict]:
+    folder = options.out / name.replace(" ", "-").replace(",", "")
+    settings = SLICE | {"data.corpus": corpus, "training.steps": options.steps}
+    command = [sys.executable, "-m", "pith.cli", "train", "qwen3-30b-a3b", f"--run-dir={folder}"]
+    command += [f"--set={key}={value}" for key, value in settings.items()] + RUNS[name]
+    subprocess.run(command, check=True, timeout=400)
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return [step for step in map(json.loads, lines) if "event" not in step]
+
+
+def check(runs: dict[str, list[dict]]) -> Iterator[str]:
+    reference = runs["cpu float32"][0]
+    for name, steps in runs.items():
+        values = [step[key] for step in steps for key in ("loss", "grad_norm")]
+        if not all(value is not None and math.isfinite(value) for value in values):
+            yield f"{name}: a value is not finite"
+            continue
+        if abs(steps[0]["loss"] - reference["loss"]) > TOLERANCE * reference["loss"]:
+            yield f"{name}: first loss {steps[0]['loss']}, on the CPU {reference['loss']}"
+        if len(steps) > 2 and not steps[-1]["loss"] < 0.7 * steps[0]["loss"]:
+            yield f"{name}: loss {steps[0]['loss']} fell to {steps[-1]['loss']} only"
+    alone, pair = runs["gpu bfloat16"], runs["gpu bfloat16, 2 ranks"]
+    if len(alone) != len(pair):
+        yield f"{len(alone)} steps alone, {len(pair)} as two ranks"
+    for one, two in zip(alone, pair, strict=False):
+        if not abs(one["loss"] - two["loss"]) <= TOLERANCE * one["loss"]:
+            yield f"step {one['step']}: loss {one['loss']} alone, {two['loss']} as two ranks"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
