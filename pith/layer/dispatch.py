@@ -50,8 +50,8 @@ class _Moving:
     def wait(self) -> Tensor:
         if not (torch.is_grad_enabled() and self.x.requires_grad):
             return self.pending.wait()
-        moved = _Move.apply(self.x, self.pending, self.launch_backward)  # type: ignore[no-untyped-call]
-        return cast(Tensor, moved)
+        inputs = (self.x, self.pending, self.launch_backward)
+        return cast(Tensor, _Move.apply(*inputs))  # type: ignore[no-untyped-call]
 
 
 class _Move(torch.autograd.Function):

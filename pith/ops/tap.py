@@ -13,7 +13,9 @@ def tap(parameter: Tensor, sink: GradSink | None) -> Tensor:
 
     For norms and biases. Without a sink, plain autograd.
     """
-    return parameter if sink is None else cast(Tensor, _Tap.apply(parameter, sink))  # type: ignore[no-untyped-call]
+    if sink is None:
+        return parameter
+    return cast(Tensor, _Tap.apply(parameter, sink))  # type: ignore[no-untyped-call]
 
 
 class _Tap(torch.autograd.Function):

@@ -32,8 +32,8 @@ def generator() -> torch.Generator:
 
 
 @pytest.fixture
-def near() -> Callable[[Tensor, Tensor, float], None]:
-    """near(found, wanted, tolerance): ||found - wanted|| <= tolerance * ||wanted||, all finite."""
+def assert_near() -> Callable[[Tensor, Tensor, float], None]:
+    """All finite, equal in shape, and ||found - wanted|| <= tolerance * ||wanted||."""
 
     def check(found: Tensor, wanted: Tensor, tolerance: float) -> None:
         assert found.shape == wanted.shape

@@ -38,7 +38,7 @@ def by_row(x_PD: Tensor, weight_eFD: Tensor, counts: tuple[int, ...]) -> Tensor:
 def test_equals_a_product_per_row_in_poisoned_memory_twice_in_a_row(
     *,
     operator: Find,
-    near: Near,
+    assert_near: Near,
     sink: WeightGrads,
     poisoned_memory: Callable[[int], None],
     generator: torch.Generator,
@@ -67,14 +67,14 @@ def test_equals_a_product_per_row_in_poisoned_memory_twice_in_a_row(
         poisoned_memory(num_rows * 12)
         found.backward(dy)
         sink.run_fresh()
-        near(found.detach(), wanted.detach(), tolerance)
-        near(x.grad, clean_x.grad, tolerance)
-    near(sink.main_grad(weight) if deferred else weight.grad, wanted_weight.grad, tolerance)
+        assert_near(found.detach(), wanted.detach(), tolerance)
+        assert_near(x.grad, clean_x.grad, tolerance)
+    assert_near(sink.main_grad(weight) if deferred else weight.grad, wanted_weight.grad, tolerance)
 
 
 @pytest.mark.parametrize("implementation", ["reference", "library"])
 def test_takes_expanded_gradients_and_strided_rows(
-    operator: Find, near: Near, implementation: str, generator: torch.Generator
+    operator: Find, assert_near: Near, implementation: str, generator: torch.Generator
 ) -> None:
     grouped_linear = operator("grouped_linear", implementation)
     wide = torch.randn(10, 24, generator=generator)
@@ -84,8 +84,8 @@ def test_takes_expanded_gradients_and_strided_rows(
     grouped_linear(x, weight, torch.tensor([6, 4])).sum().backward()
     found, weight.grad = weight.grad, None
     by_row(clean_x, weight, (6, 4)).sum().backward()
-    near(x.grad, clean_x.grad, 1e-5)
-    near(found, weight.grad, 1e-5)
+    assert_near(x.grad, clean_x.grad, 1e-5)
+    assert_near(found, weight.grad, 1e-5)
 
 
 @pytest.mark.parametrize("implementation", ["reference", "library"])
@@ -104,7 +104,7 @@ def test_an_expert_without_tokens_gets_a_zero_gradient_not_a_missing_one(
 
 
 def test_bf16_accumulates_in_float32(
-    operator: Find, sink: WeightGrads, near: Near, generator: torch.Generator
+    operator: Find, sink: WeightGrads, assert_near: Near, generator: torch.Generator
 ) -> None:
     weight = nn.Parameter(torch.randn(2, 8, 16, generator=generator).bfloat16())
     wanted = torch.zeros(2, 8, 16, dtype=torch.float64)
@@ -115,4 +115,4 @@ def test_bf16_accumulates_in_float32(
         sink.run_fresh()
         wanted[0] += dy[:2].double().t() @ x[:2].detach().double()
         wanted[1] += dy[2:].double().t() @ x[2:].detach().double()
-    near(sink.main_grad(weight), wanted, 1e-6)
+    assert_near(sink.main_grad(weight), wanted, 1e-6)

@@ -22,8 +22,8 @@ def draw(*shape: int, seed: int) -> Tensor:
     return values.bfloat16().cuda()
 
 
-def both_ways(
-    name: str, leaves: list[Tensor], near: Near, **options: Any
+def check_both_ways(
+    name: str, leaves: list[Tensor], assert_near: Near, **options: Any
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Output and gradients of `leaves` on CUDA, and by the reference in float64."""
     results = []
@@ -35,23 +35,23 @@ def both_ways(
         out.backward(dy)
         results.append([out.detach().cpu(), *(leaf.grad.cpu() for leaf in own)])
     for found, wanted in zip(*results, strict=True):
-        near(found, wanted, BF16)
+        assert_near(found, wanted, BF16)
     return results[0], results[1]
 
 
 @pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_dim"), [(32, 4, 128), (4, 4, 64)])
-def test_attention(near: Near, num_heads: int, num_kv_heads: int, head_dim: int) -> None:
+def test_attention(assert_near: Near, num_heads: int, num_kv_heads: int, head_dim: int) -> None:
     heads = (num_heads, num_kv_heads, num_kv_heads)
     leaves = [draw(2, 256, h, head_dim, seed=i) for i, h in enumerate(heads)]
-    both_ways("attention", leaves, near, scale=head_dim**-0.5)
+    check_both_ways("attention", leaves, assert_near, scale=head_dim**-0.5)
 
 
-def test_rms_norm_and_swiglu(near: Near) -> None:
-    both_ways("rms_norm", [draw(64, 2048, seed=0), draw(2048, seed=1)], near, eps=1e-6)
-    both_ways("swiglu", [draw(64, 768, seed=0), draw(64, 768, seed=1)], near)
+def test_rms_norm_and_swiglu(assert_near: Near) -> None:
+    check_both_ways("rms_norm", [draw(64, 2048, seed=0), draw(2048, seed=1)], assert_near, eps=1e-6)
+    check_both_ways("swiglu", [draw(64, 768, seed=0), draw(64, 768, seed=1)], assert_near)
 
 
-def test_linear_accumulates_in_float32(near: Near) -> None:
+def test_linear_accumulates_in_float32(assert_near: Near) -> None:
     linear, sink = choose("cuda").linear, WeightGrads()
     weight = nn.Parameter(draw(768, 2048, seed=0))
     wanted = torch.zeros(768, 2048, dtype=torch.float64)
@@ -60,12 +60,14 @@ def test_linear_accumulates_in_float32(near: Near) -> None:
         y = linear(x, weight, sink=sink)
         y.backward(dy)
         sink.run_fresh()
-        near(y.detach().cpu(), x.detach().cpu().double() @ weight.detach().cpu().double().t(), BF16)
-        near(x.grad.cpu(), dy.cpu().double() @ weight.detach().cpu().double(), BF16)
+        assert_near(
+            y.detach().cpu(), x.detach().cpu().double() @ weight.detach().cpu().double().t(), BF16
+        )
+        assert_near(x.grad.cpu(), dy.cpu().double() @ weight.detach().cpu().double(), BF16)
         flat = (dy.cpu().double().flatten(0, 1), x.detach().cpu().double().flatten(0, 1))
         wanted += flat[0].t() @ flat[1]
     assert sink.main_grad(weight).dtype == torch.float32
-    near(sink.main_grad(weight).cpu(), wanted, 1e-6)
+    assert_near(sink.main_grad(weight).cpu(), wanted, 1e-6)
 
 
 @pytest.mark.parametrize(
@@ -73,7 +75,7 @@ def test_linear_accumulates_in_float32(near: Near) -> None:
 )
 @pytest.mark.parametrize("num_past", [0, 9])
 def test_grouped_linear_in_poisoned_memory(
-    near: Near, counts: tuple[int, ...], num_past: int
+    assert_near: Near, counts: tuple[int, ...], num_past: int
 ) -> None:
     operators, sink = choose("cuda"), WeightGrads()
     reference = choose("cpu").grouped_linear
@@ -94,12 +96,12 @@ def test_grouped_linear_in_poisoned_memory(
         )
         found.backward(dy)
         sink.run_fresh()
-        near(found.detach().cpu(), wanted.detach(), BF16)
-        near(x.grad.cpu(), clean_x.grad, BF16)
-    near(sink.main_grad(weight).cpu(), wanted_weight.grad, BF16)
+        assert_near(found.detach().cpu(), wanted.detach(), BF16)
+        assert_near(x.grad.cpu(), clean_x.grad, BF16)
+    assert_near(sink.main_grad(weight).cpu(), wanted_weight.grad, BF16)
 
 
-def test_rows_travel_to_experts_and_back_with_the_same_bits_twice(near: Near) -> None:
+def test_rows_travel_to_experts_and_back_with_the_same_bits_twice(assert_near: Near) -> None:
     operators = choose("cuda")
     ids_RK = torch.randint(16, (512, 4), generator=torch.Generator().manual_seed(0)).cuda()
     counts_e = ids_RK.flatten().bincount(minlength=16)
@@ -113,19 +115,19 @@ def test_rows_travel_to_experts_and_back_with_the_same_bits_twice(near: Near) ->
         out.backward(draw(512, 64, seed=2))
         results.append((out.detach(), x.grad, weights.grad))
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
-    near(results[0][0].cpu(), (x * weights.sum(1, keepdim=True)).detach().cpu(), BF16)
+    assert_near(results[0][0].cpu(), (x * weights.sum(1, keepdim=True)).detach().cpu(), BF16)
 
 
-def test_routing_and_embedding_gradients_equal_those_of_the_cpu(near: Near) -> None:
+def test_routing_and_embedding_gradients_equal_those_of_the_cpu(assert_near: Near) -> None:
     logits = torch.randn(4096, 64, generator=torch.Generator().manual_seed(3))
     logits[1024:2048] = (logits[1024:2048] * 4).round() / 4
     own, cpu = (choose(d).topk_route(logits.to(d), k=8, normalize=True) for d in ("cuda", "cpu"))
     assert torch.equal(own[2].cpu(), cpu[2])
-    near(own[1].cpu(), cpu[1], 1e-6)
+    assert_near(own[1].cpu(), cpu[1], 1e-6)
 
     sink, weight = WeightGrads(), nn.Parameter(draw(50, 64, seed=0))
     ids, dy = torch.arange(4096).cuda() % 50, draw(4096, 64, seed=1)
     choose("cuda").embedding(ids, weight, sink=sink).backward(dy)
     sink.run_fresh()
     wanted = torch.zeros(50, 64, dtype=torch.float64).index_add_(0, ids.cpu(), dy.cpu().double())
-    near(sink.main_grad(weight).cpu(), wanted, 1e-6)
+    assert_near(sink.main_grad(weight).cpu(), wanted, 1e-6)

@@ -15,7 +15,8 @@ def weighted_sum(rows_PD: Tensor, weights_RK: Tensor, pairs: Pairs) -> Tensor:
     Summed over k in order, in float32 or wider, then cast to the type of the rows. Slots of
     foreign experts add nothing. Forward and backward only gather, so both are deterministic.
     """
-    return cast(Tensor, _WeightedSum.apply(rows_PD, weights_RK, pairs))  # type: ignore[no-untyped-call]
+    out_RD = _WeightedSum.apply(rows_PD, weights_RK, pairs)  # type: ignore[no-untyped-call]
+    return cast(Tensor, out_RD)
 
 
 def sum_slots(rows_PD: Tensor, weights_RK: Tensor | None, position_RK: Tensor) -> Tensor:
