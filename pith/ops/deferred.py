@@ -69,6 +69,7 @@ def add_product(main_FD: Tensor, dy_NF: Tensor, x_ND: Tensor) -> None:
     if dy_NF.dtype == main_FD.dtype:
         main_FD.addmm_(dy_NF.t(), x_ND)
     elif main_FD.is_cuda:
-        main_FD.add_(torch.mm(dy_NF.t(), x_ND, out_dtype=main_FD.dtype))
+        # Adds in the product's epilogue: main is read and written once.
+        torch.addmm(main_FD, dy_NF.t(), x_ND, out_dtype=main_FD.dtype, out=main_FD)
     else:
         main_FD.addmm_(dy_NF.t().to(main_FD.dtype), x_ND.to(main_FD.dtype))
