@@ -158,7 +158,8 @@ class Transport:
         for outbox in self.outboxes.values():
             outbox.flush()
         for inbox in self.inboxes.values():
-            assert not inbox.posted and not inbox.held, "messages were received and never used"
+            assert not inbox.posted, f"receives posted and never used: {inbox.posted[0][0]}"
+            assert not inbox.held, f"messages received and never used: {list(inbox.held)}"
 
 
 def open_channels(

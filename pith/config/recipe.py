@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import tomli_w
 from pydantic import Field, ValidationError, ValidationInfo, model_validator
 
-from pith import arch
+from pith import arch, ops
 from pith.arch import Architecture
 from pith.config import faults as wording
 from pith.config.sections import (
@@ -191,7 +191,7 @@ def _relations(recipe: Recipe, world_size: int | None, unread: frozenset[str]) -
 
     own = _layout_relations(recipe, world_size, readable)
     with_model = () if model is None else _model_relations(recipe, model, readable)
-    return (*faults, *own, *with_model)
+    return (*faults, *own, *with_model, *ops.examine(recipe.operators))
 
 
 def _examine_model(

@@ -14,7 +14,7 @@ from pith.layer.protocol import Stage
 from pith.schedule.lower import arrival, departure, lower
 from pith.schedule.table import Kind, Op, Slot, Table, slot_text
 
-Watch = Callable[[Slot], None]
+Watch = Callable[[str], None]
 
 
 @dataclass(slots=True)
@@ -23,6 +23,7 @@ class Execution:
 
     losses: dict[int, Tensor] = field(default_factory=dict)  # micro-batch -> scalar sum
     slots: list[str] = field(default_factory=list)  # what really ran, in the table's text form
+    begun: list[Op] = field(default_factory=list)  # operations of the slot that is running
 
 
 class Executor:
@@ -49,29 +50,36 @@ class Executor:
         self._tapes: dict[tuple[int, int], Tape] = {}
         self._local: dict[Op, Tensors] = {}
 
-    def run(self, batches: Sequence[MicroBatch], *, watch: Watch = lambda slot: None) -> Execution:
-        """Execute every slot. `watch` is called with each slot before it starts."""
+    def run(self, batches: Sequence[MicroBatch], *, watch: Watch = lambda text: None) -> Execution:
+        """Execute every slot. `watch` is called with each slot's text before it starts."""
         execution = Execution()
         for step in self._steps:
-            watch(step.slot)
+            watch(slot_text(step.slot))
             self._transport.post(step.post)
-            results = self._run_slot(step.slot, batches)
+            results = self._run_slot(step.slot, batches, execution)
             for op, tensors in zip(step.slot, results, strict=True):
                 self._hand_over(op, tensors, execution)
-            execution.slots.append(slot_text(step.slot))
+            execution.slots.append(_executed(execution.begun))
         self._transport.flush()
-        assert not self._tapes and not self._local, "the row ended with chunks in flight"
+        assert not self._tapes, "the row ended with forwards that no backward used"
+        assert not self._local, "the row ended with results that nobody took"
         return execution
 
-    def _run_slot(self, slot: Slot, batches: Sequence[MicroBatch]) -> tuple[Tensors, ...]:
-        if len(slot) == 1:
-            return (drain(self._start(slot[0], batches)),)
-        forward, backward = slot
-        grads, outputs = alternate(self._start(backward, batches), self._start(forward, batches))
+    def _run_slot(
+        self, slot: Slot, batches: Sequence[MicroBatch], execution: Execution
+    ) -> tuple[Tensors, ...]:
+        works = [self._start(op, batches, execution.begun) for op in slot]
+        if len(works) == 1:
+            return (drain(works[0]),)
+        forward, backward = works
+        grads, outputs = alternate(backward, forward)
         return outputs, grads
 
-    def _start(self, op: Op, batches: Sequence[MicroBatch]) -> Generator[None, None, Tensors]:
-        """The work of one operation, waiting for its input when first advanced."""
+    def _start(
+        self, op: Op, batches: Sequence[MicroBatch], begun: list[Op]
+    ) -> Generator[None, None, Tensors]:
+        """The work of one operation. When first advanced it enters `begun` and awaits its input."""
+        begun.append(op)
         key = (op.stage, op.micro)
         stage = self._stages[op.stage]
         match op.kind:
@@ -95,7 +103,7 @@ class Executor:
                 )
 
     def _input(self, op: Op) -> Tensors:
-        """What the operation reads: a message, a local hand-over, or nothing at the model's ends."""
+        """What the operation reads: a message, a local hand-over, or nothing on the first stage."""
         message = arrival(self._table, op)
         if message is not None:
             return self._transport.take(message)
@@ -117,3 +125,10 @@ class Executor:
             self._local[Op(Kind.F, op.stage + 1, op.micro)] = tensors
         elif op.kind is not Kind.W and op.stage > 0:
             self._local[Op(Kind.B, op.stage - 1, op.micro)] = tensors
+
+
+def _executed(begun: list[Op]) -> str:
+    """The text of the slot that these operations made up, forward first; empties the list."""
+    slot = tuple(sorted(begun, key=lambda op: op.kind is not Kind.F))
+    begun.clear()
+    return slot_text(slot)

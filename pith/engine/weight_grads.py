@@ -30,7 +30,8 @@ class WeightGrads:
 
     def zero(self) -> None:
         """Forget what was accumulated, keeping the buffers."""
-        assert not self._fresh and not self._stored, "weight gradients were left over"
+        assert not self._fresh, "a backward left weight gradients that were neither run nor kept"
+        assert not self._stored, f"weight gradients kept and never run: {sorted(self._stored)}"
         if self._main:
             torch._foreach_zero_([main for _, main in self._main.values()])
 

@@ -76,7 +76,7 @@ def choose(device_type: str, overrides: Mapping[str, str] = MappingProxyType({})
 
     Raises RequestError listing every unknown operator or implementation with the valid names.
     """
-    faults = tuple(fault for item in overrides.items() for fault in _faults(*item))
+    faults = examine(overrides)
     if faults:
         raise RequestError(
             "operators.unknown",
@@ -91,6 +91,11 @@ def choose(device_type: str, overrides: Mapping[str, str] = MappingProxyType({})
             for operator, name in chosen.items()
         }
     )
+
+
+def examine(overrides: Mapping[str, str]) -> tuple[Fault, ...]:
+    """What is wrong with implementations chosen by operator name."""
+    return tuple(fault for item in overrides.items() for fault in _faults(*item))
 
 
 def _default(operator: str, device_type: str) -> str:

@@ -1,4 +1,7 @@
-"""Puts a recipe together: stages, channels, executors, optimizer. Knows models and engine at once."""
+"""Puts a recipe together: stages, channels, executors, optimizer.
+
+The one place that knows models and engine at once.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,6 +12,7 @@ from torch import nn
 
 from pith.arch import Architecture
 from pith.arch.parameter import ParameterSpec
+from pith.arch.qwen3 import Qwen3
 from pith.comm.channels import Transport, Wire, open_channels
 from pith.comm.exchange import LocalExchange
 from pith.comm.world import World
@@ -22,6 +26,7 @@ from pith.ops import Operators, choose
 from pith.schedule.lower import channels
 from pith.schedule.passes import forward_only
 from pith.schedule.table import Table
+from pith.schedule.verify import check
 from pith.train.initial import fill
 from pith.train.optim import build_optimizer
 
@@ -52,14 +57,21 @@ def build(recipe: Recipe, world: World, *, headers: bool = False) -> Model:
     time: channels are opened and the schedule is agreed on.
     """
     table = recipe.table(world.size)
-    evaluation_table = forward_only(table)
+    check(table)
     world.agree("schedule", table.digest())
     mesh = recipe.mesh(world.size)
     pipeline = mesh.pipeline_ranks(world.rank)
     rank = pipeline.index(world.rank)
     operators = choose(world.device.type, recipe.operators)
     weights = WeightGrads()
-    stages = _build_stages(recipe, table, rank, operators, weights, world.device)
+    parts = Parts(
+        operators=operators,
+        exchange=LocalExchange(),
+        sink=weights,
+        num_local_experts=recipe.architecture.num_experts,
+        first_expert=0,
+    )
+    stages = _build_stages(recipe, table, rank, parts=parts, device=world.device)
     tied = _tie(recipe.architecture, table, stages, rank, pipeline)
     named = canonical_parameters(stages, tied)
     parameters = Parameters(named, weights=weights, tied=tied)
@@ -79,7 +91,7 @@ def build(recipe: Recipe, world: World, *, headers: bool = False) -> Model:
         parameters=parameters,
         owned=frozenset(named) - _borrowed(tied),
         training=executor(table),
-        evaluation=executor(evaluation_table),
+        evaluation=executor(forward_only(table)),
         optimizer=build_optimizer(
             parameters.masters,
             specs,
@@ -104,7 +116,7 @@ def build_stage(
 ) -> Stage:
     """One stage of a family. The match to extend when a family is added."""
     match architecture:
-        case _:
+        case Qwen3():
             return Qwen3Stage(
                 architecture,
                 layers,
@@ -128,22 +140,9 @@ def canonical_parameters(stages: Mapping[int, Stage], tied: Tied | None) -> dict
 
 
 def _build_stages(
-    recipe: Recipe,
-    table: Table,
-    rank: int,
-    operators: Operators,
-    weights: WeightGrads,
-    device: torch.device,
+    recipe: Recipe, table: Table, rank: int, *, parts: Parts, device: torch.device
 ) -> dict[int, Stage]:
-    architecture = recipe.architecture
-    parts = Parts(
-        operators=operators,
-        exchange=LocalExchange(),
-        sink=weights,
-        num_local_experts=architecture.num_experts,
-        first_expert=0,
-    )
-    split = recipe.layer_split()
+    architecture, split = recipe.architecture, recipe.layer_split()
     return {
         stage: build_stage(
             architecture,

@@ -1,7 +1,6 @@
 """A training run, as one rank lives it: data, steps, validation, metrics, final weights."""
 
 import math
-import resource
 import statistics
 import time
 from collections.abc import Iterator
@@ -23,7 +22,7 @@ from pith.run.job import Job
 from pith.run.metrics import MetricsLog, StepMetrics
 from pith.run.progress import Progress
 from pith.run.trace import write_trace
-from pith.schedule.table import Kind, Slot, slot_text
+from pith.schedule.table import Kind
 from pith.train.build import build
 from pith.train.fault import FaultSite
 from pith.train.step import StepResult, Trainer
@@ -41,7 +40,7 @@ def run(job: Job) -> Summary | None:
     world = World.joined(_device(job), backend=job.backend)
     torch.use_deterministic_algorithms(recipe.training.deterministic)
     world.agree("recipe", job.recipe_toml)
-    loader = open_data(recipe, work_dir=Path(job.run_dir))
+    loader = open_data(recipe, work_dir=Path(job.run_dir), verify=world.rank == 0)
     trainer = Trainer(recipe, world, build(recipe, world, headers=job.debug))
     with ExitStack() as stack:
         log = stack.enter_context(Log(job, recipe, world))
@@ -51,9 +50,12 @@ def run(job: Job) -> Summary | None:
         return _finish(job, trainer, log, validation)
 
 
-def open_data(recipe: Recipe, *, work_dir: Path) -> Loader:
-    """The run's data, checked before the first step. Raises RequestError where it cannot serve."""
-    corpus = prepare(recipe.data.corpus, work_dir=work_dir / "corpus")
+def open_data(recipe: Recipe, *, work_dir: Path, verify: bool = True) -> Loader:
+    """The run's data, checked before the first step. Raises RequestError where it cannot serve.
+
+    `verify` reads all of it against its checksums; one rank does.
+    """
+    corpus = prepare(recipe.data.corpus, work_dir=work_dir / "corpus", verify=verify)
     corpus.check_vocabulary(recipe.architecture.vocab_size)
     loader = Loader(
         corpus,
@@ -104,7 +106,7 @@ class Log:
             tokens=tokens,
             step_seconds=seconds,
             tokens_per_second=tokens / seconds,
-            memory_bytes=peak_memory_bytes(self._world.device),
+            memory_bytes=result.memory_bytes,
             expert_load={str(layer): row for layer, row in enumerate(result.load_LE) if any(row)},
             **self._utilisation(tokens / seconds),
         )
@@ -146,20 +148,29 @@ def _train(job: Job, trainer: Trainer, log: Log, loader: Loader, batches: Iterat
         site.reach("data", index + 1)
         batch = next(batches)
 
-        def watch(slot: Slot, step: int = index + 1) -> None:
-            progress.set(step, slot_text(slot))
-            site.reach("forward" if slot[0].kind is Kind.F else "backward", step)
+        def watch(text: str, step: int = index + 1) -> None:
+            progress.set(step, text)
+            site.reach(_site(text), step)
 
         result = trainer.step(index, batch, watch=watch)
         _synchronise(trainer.world.device)
         log.step(index, result, time.perf_counter() - start)
         if index == 0:
             write_trace(Path(job.run_dir) / "trace", trainer.world.rank, [" ".join(result.slots)])
+        if result.num_counted == 0:
+            log.event("nothing_counted", f"step {index + 1}: no label counts", step=index + 1)
         num_skips = 0 if result.updated else num_skips + 1
         if not result.updated:
             _report_non_finite(log, index, result, num_skips, trainer.recipe)
         if every and (index + 1) % every == 0 and index + 1 < training.steps:
             _validate(trainer, loader, log)
+
+
+def _site(text: str) -> str:
+    """Where injected faults strike, from what the step is about to do."""
+    if text == "optimizer":
+        return text
+    return "forward" if text.startswith(Kind.F.value) else "backward"
 
 
 def _report_non_finite(
@@ -209,7 +220,8 @@ def batches_of(sequences: Batch, recipe: Recipe) -> Iterator[Batch]:
 def _finish(job: Job, trainer: Trainer, log: Log, validation: float | None) -> Summary | None:
     """Save the weights and say how it went."""
     world, recipe, model = trainer.world, trainer.recipe, trainer.model
-    folder = Path(job.run_dir) / "checkpoints" / f"weights-{recipe.training.steps:08d}"
+    directory = Path(recipe.checkpoint.directory or Path(job.run_dir) / "checkpoints")
+    folder = directory / f"weights-{recipe.training.steps:08d}"
     mine = {name: model.parameters.masters[name].cpu() for name in sorted(model.owned)}
     if world.rank == 0:
         begin(folder)
@@ -238,13 +250,6 @@ def _finish(job: Job, trainer: Trainer, log: Log, validation: float | None) -> S
         "checkpoint": str(folder),
         "operators": model.operators.names(),
     }
-
-
-def peak_memory_bytes(device: torch.device) -> int:
-    """The most memory this process has held: allocated on the GPU, resident on a CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def _device(job: Job) -> torch.device:

@@ -1,6 +1,7 @@
 """One optimizer step: forward and backward through the table, reduce, clip, update."""
 
 import math
+import resource
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -30,6 +31,7 @@ class StepResult:
     updated: bool  # False: something was not finite and no rank moved
     faulty_ranks: tuple[int, ...]
     load_LE: tuple[tuple[int, ...], ...]  # (token, slot) pairs per layer and expert
+    memory_bytes: int  # the peak so far of the rank that needs most
     slots: tuple[str, ...]  # what this rank executed
 
 
@@ -58,8 +60,11 @@ class Trainer:
         self.world = world
         self.model = model
 
-    def step(self, index: int, batch: Batch, *, watch: Watch = lambda slot: None) -> StepResult:
-        """Train on the global batch `batch` as step `index`, counted from 0."""
+    def step(self, index: int, batch: Batch, *, watch: Watch = lambda text: None) -> StepResult:
+        """Train on the global batch `batch` as step `index`, counted from 0.
+
+        `watch` is called with the text of each slot, and "optimizer", before it starts.
+        """
         model, meter = self.model, RoutingMeter()
         num_counted = int((batch.labels_NS != -100).sum())
         model.parameters.gather()
@@ -71,6 +76,7 @@ class Trainer:
         totals = self._totals(_sum_losses(execution.losses), squares, meter)
         grad_norm = math.sqrt(totals.squares) if totals.squares >= 0 else math.nan
         lr = self._learning_rate(index)
+        watch("optimizer")
         if not totals.faulty_ranks:
             self._update(grads, grad_norm, lr)
         model.parameters.release()
@@ -83,6 +89,7 @@ class Trainer:
             updated=not totals.faulty_ranks,
             faulty_ranks=totals.faulty_ranks,
             load_LE=totals.load_LE,
+            memory_bytes=totals.memory_bytes,
             slots=tuple(execution.slots),
         )
 
@@ -143,18 +150,21 @@ class Trainer:
         for layer, load_E in meter.loads.items():
             load_LE[layer] = load_E.to("cpu", torch.float64)
         balance = sum(float(value) for value in meter.balance.values())
-        faulty = torch.zeros(world.size, dtype=torch.float64)
+        by_rank = torch.zeros(world.size, 2, dtype=torch.float64)
         finite = math.isfinite(loss) and math.isfinite(squares)
-        faulty[world.rank] = 0.0 if finite else 1.0
+        by_rank[world.rank, 0] = 0.0 if finite else 1.0
+        by_rank[world.rank, 1] = peak_memory_bytes(world.device)
         head = torch.tensor([loss, squares, balance, meter.num_records], dtype=torch.float64)
-        summed = world.sum(torch.cat([head, faulty, load_LE.flatten()]))
+        summed = world.sum(torch.cat([head, by_rank.flatten(), load_LE.flatten()]))
         num_records = int(summed[3])
-        loads = summed[4 + world.size :].view(load_LE.shape).to(torch.int64)
+        by_rank = summed[4 : 4 + by_rank.numel()].view_as(by_rank)
+        loads = summed[4 + by_rank.numel() :].view(load_LE.shape).to(torch.int64)
         return _Totals(
             loss=float(summed[0]),
             squares=float(summed[1]),
             balance=float(summed[2]) / num_records if num_records else None,
-            faulty_ranks=tuple(rank for rank in range(world.size) if summed[4 + rank] > 0),
+            faulty_ranks=tuple(by_rank[:, 0].nonzero().flatten().tolist()),
+            memory_bytes=int(by_rank[:, 1].max()),
             load_LE=tuple(tuple(row) for row in loads.tolist()),
         )
 
@@ -165,7 +175,15 @@ class _Totals:
     squares: float
     balance: float | None
     faulty_ranks: tuple[int, ...]
+    memory_bytes: int
     load_LE: tuple[tuple[int, ...], ...]
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """The most memory this process has held: allocated on the GPU, resident on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def _sum_losses(losses: Mapping[int, Tensor]) -> float:
