@@ -1,6 +1,7 @@
-"""Launch one of the fake trainings on three processes: run_fake.py NAME RUN_DIR TIMEOUT_S.
+"""Launch fake trainings on three processes, one after another: run_fake.py FOLDER NAME...
 
-Prints what rank 0 returned, and how long the launch took without the imports.
+Each starts with a line on stderr that holds its name; what is said of its failure follows. On
+stdout it leaves one JSON line: its name, exit status, what rank 0 returned, seconds.
 """
 
 import json
@@ -14,14 +15,22 @@ from pith.errors import PithError
 from pith.launch.elastic import launch
 from pith.run.job import Job
 
+
+def main(folder: str, names: list[str]) -> None:
+    for name in names:
+        print(f"== {name}", file=sys.stderr, flush=True)
+        timeout_s = 3.0 if name.startswith("stopped") else 60.0
+        job = Job("", name, f"{folder}/{name}", "cpu", "gloo", timeout_s)
+        status, summary, start = 0, None, time.monotonic()
+        try:
+            summary = launch(getattr(fake_training, name), job, num_ranks=3)
+        except PithError as error:
+            print(failure_text(error, debug=False), file=sys.stderr)
+            status = error.exit_status
+        seconds = time.monotonic() - start
+        line = {"name": name, "status": status, "summary": summary, "seconds": seconds}
+        print(json.dumps(line), flush=True)
+
+
 if __name__ == "__main__":
-    name, run_dir, timeout_s = sys.argv[1:]
-    job = Job("", name, run_dir, "cpu", "gloo", float(timeout_s))
-    status, summary, start = 0, None, time.monotonic()
-    try:
-        summary = launch(getattr(fake_training, name), job, num_ranks=3)
-    except PithError as error:
-        print(failure_text(error, debug=False), file=sys.stderr)
-        status = error.exit_status
-    print(json.dumps({"summary": summary, "seconds": time.monotonic() - start}))
-    sys.exit(status)
+    main(sys.argv[1], sys.argv[2:])

@@ -1,0 +1,134 @@
+"""From a command line to an exit status: one line a fault, JSON where asked, no stray traceback."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+import pith
+from pith.cli import train
+from pith.cli.app import run
+from pith.errors import PithError, RunFailedError, UnavailableError
+from pith.launch.failures import RankFailedError
+
+
+def fail_with(monkeypatch, error):
+    """Let the train command end in `error` as soon as it reads its recipe."""
+
+    def load(*_):
+        raise error
+
+    monkeypatch.setattr(train.Recipe, "load", load)
+
+
+@pytest.mark.parametrize("args", [["--help"], ["train", "--help"], ["--version"], []])
+def test_help_and_version_answer_at_once_without_torch(args):
+    code = f"import sys\nfrom pith.cli.app import run\nstatus = run({args})\n"
+    code += "assert 'torch' not in sys.modules\nsys.exit(status)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+
+    assert done.returncode == 0, done.stderr
+    assert ("Usage: pith" in done.stdout) != (done.stdout.strip() == pith.__version__)
+
+
+def test_help_takes_less_than_a_second_of_work():
+    code = "import time\nfrom pith.cli.app import run\nrun(['--help'])\n"
+    code += "assert time.process_time() < 1.0, time.process_time()"
+
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["trian"], "No such command 'trian'"),
+        (["train", "--wings"], "No such option: --wings"),
+        (["train", "--nproc", "many"], "--nproc"),
+        (["train", "--nproc", "0"], "--nproc"),
+        (["train", "--device", "tpu"], "--device"),
+        (["recipe"], "Missing command"),
+        (["tokenize"], "Missing"),
+    ],
+)
+def test_a_wrong_command_line_is_one_line_and_exit_2(capsys, args, words):
+    assert run(args) == 2
+
+    stdout, stderr = capsys.readouterr()
+    (line,) = stderr.splitlines()
+    assert line.startswith("error: ")
+    assert words in line
+    assert "--help" in line
+    assert stdout == ""
+
+
+@pytest.mark.parametrize(
+    ("args", "verb"),
+    [
+        (["train", "--wings", "--json"], "train"),
+        (["recipe", "show", "nothing", "--json"], "recipe show"),
+        (["trian", "--json"], "pith"),
+    ],
+)
+def test_a_failure_is_one_json_report_too_where_json_is_asked_for(capsys, args, verb):
+    assert run(args) == 2
+
+    report = json.loads(capsys.readouterr().out)
+    assert (report["verb"], report["exit"], report["ok"]) == (verb, 2, False)
+    assert report["error"]["what"]
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (RunFailedError("x", what="no luck", next_step="try again"), 1),
+        (UnavailableError("x", what="no luck", next_step="try again"), 3),
+    ],
+)
+def test_an_error_of_pith_is_one_line_and_its_status(monkeypatch, capsys, error, status):
+    fail_with(monkeypatch, error)
+
+    assert run(["train"]) == status
+
+    assert capsys.readouterr().err == "error: no luck; next: try again\n"
+
+
+def test_debug_adds_the_traceback_wherever_it_stands(monkeypatch, capsys):
+    fail_with(monkeypatch, RunFailedError("x", what="no luck"))
+
+    for args in (["train", "--debug"], ["--debug", "train"]):
+        assert run(args) == 1
+        assert "Traceback (most recent call last)" in capsys.readouterr().err
+
+
+def test_any_other_exception_ends_in_its_traceback_and_exit_4(monkeypatch, capsys):
+    fail_with(monkeypatch, ZeroDivisionError("oh"))
+
+    assert run(["train", "--json"]) == 4
+
+    stdout, stderr = capsys.readouterr()
+    assert stderr.splitlines()[-1] == "ZeroDivisionError: oh"
+    assert "Traceback (most recent call last)" in stderr
+    assert json.loads(stdout)["error"]["what"] == "ZeroDivisionError: oh"
+
+
+def test_of_a_failed_rank_only_its_own_traceback_is_shown(monkeypatch, capsys):
+    error = RankFailedError("x", what="rank 1 failed at step 3, slot F0.2")
+    error.add_note("Traceback of the rank\nKeyError: 'cause'")
+    fail_with(monkeypatch, error)
+
+    assert run(["train"]) == PithError.exit_status
+
+    assert capsys.readouterr().err.splitlines() == [
+        "error: rank 1 failed at step 3, slot F0.2",
+        "Traceback of the rank",
+        "KeyError: 'cause'",
+    ]
+
+
+def test_an_interrupt_is_exit_130(monkeypatch):
+    fail_with(monkeypatch, KeyboardInterrupt())
+
+    assert run(["train"]) == 130
