@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import typer.main
 
-from pith.cli.app import build
+from pith.cli.app import build, run
 
 HEADINGS = ["When", "Needs", "Do", "Success", "If it fails", "Never"]
 TOP_LEVEL = ("pith", "tests", "docs", "skills", "tools", "examples")
@@ -63,16 +63,26 @@ def skill_faults(path: Path) -> list[str]:
     return faults
 
 
+def pith_commands(repository: Any) -> list[str]:
+    lines = [line for page in repository.pages() for line in shell_lines(page.read_text())]
+    return [line for line in lines if line.startswith("pith ")]
+
+
 def test_every_pith_command_of_a_page_parses(repository: Any) -> None:
-    commands = [
-        line
-        for page in repository.pages()
-        for line in shell_lines(page.read_text())
-        if line.startswith("pith ")
-    ]
+    commands = pith_commands(repository)
+
     assert len(commands) > 10
     for command in commands:
         parse(command)
+
+
+def test_every_run_that_a_page_proposes_has_a_plan(repository: Any) -> None:
+    runs = [command for command in pith_commands(repository) if command.startswith("pith train")]
+    words = {command: shlex.split(command.partition("--out")[0])[1:] for command in runs}
+
+    assert {command: run([*words[command], "--dry-run"]) for command in runs} == dict.fromkeys(
+        runs, 0
+    )
 
 
 @pytest.mark.parametrize(
