@@ -1,8 +1,7 @@
-"""What a run tells the person who watches it: a line a step, and a summary, on stderr."""
+"""What a run tells the person who watches it: a line a step, on stderr."""
 
 import statistics
 from collections import deque
-from collections.abc import Mapping, Sequence
 
 from rich.console import Console
 
@@ -58,22 +57,3 @@ def duration(seconds: float) -> str:
         if whole >= size:
             return f"{whole // size}{unit}{whole % size // part:02d}{smaller}"
     return f"{whole}s"
-
-
-def summary_text(data: Mapping[str, object], *, next_steps: Sequence[str]) -> str:
-    """The end of a run in a few lines, from the `data` of the train report."""
-    steps, first, last = data["steps"], _loss(data["first_loss"]), _loss(data["last_loss"])
-    lines = [f"{data['recipe']}: {steps} steps, loss {first} -> {last}"]
-    if data.get("validation_loss") is not None:
-        lines[0] += f", validation loss {_loss(data['validation_loss'])}"
-    if data.get("tokens_per_second") is not None:
-        lines[0] += f", {data['tokens_per_second']:,.0f} tokens/s"
-    lines.append(f"run folder  {data['run_dir']}")
-    if data.get("checkpoint"):
-        lines.append(f"weights     {data['checkpoint']}")
-    lines += [f"next        {command}" for command in next_steps]
-    return "\n".join(lines)
-
-
-def _loss(value: object) -> str:
-    return f"{value:.4f}" if isinstance(value, float) else "none"

@@ -5,7 +5,7 @@ import io
 import pytest
 from rich.console import Console
 
-from pith.run.console import StepConsole, duration, step_line, summary_text
+from pith.run.console import StepConsole, duration, step_line
 from pith.run.metrics import StepMetrics
 
 METRICS = StepMetrics(
@@ -18,16 +18,6 @@ METRICS = StepMetrics(
     step_seconds=2.0,
     tokens_per_second=12345.6,
 )
-SUMMARY = {
-    "recipe": "tiny-moe",
-    "steps": 200,
-    "first_loss": 5.5,
-    "last_loss": 2.25,
-    "validation_loss": 2.3,
-    "tokens_per_second": 12345.6,
-    "run_dir": "runs/tiny-moe",
-    "checkpoint": "runs/tiny-moe/checkpoints/final",
-}
 
 
 def with_fields(**changes):
@@ -82,21 +72,3 @@ def test_the_eta_is_the_steps_left_times_the_usual_step_time():
 )
 def test_durations_read_in_their_two_largest_units(seconds, text):
     assert duration(seconds) == text
-
-
-def test_the_summary_says_what_came_out_and_what_to_do_next():
-    text = summary_text(SUMMARY, next_steps=("pith report runs/tiny-moe",))
-    assert text.splitlines() == [
-        "tiny-moe: 200 steps, loss 5.5000 -> 2.2500, validation loss 2.3000, 12,346 tokens/s",
-        "run folder  runs/tiny-moe",
-        "weights     runs/tiny-moe/checkpoints/final",
-        "next        pith report runs/tiny-moe",
-    ]
-
-
-def test_the_summary_does_without_what_a_run_has_not():
-    data = SUMMARY | {"validation_loss": None, "checkpoint": None, "last_loss": None}
-    assert summary_text(data, next_steps=()).splitlines() == [
-        "tiny-moe: 200 steps, loss 5.5000 -> none, 12,346 tokens/s",
-        "run folder  runs/tiny-moe",
-    ]
