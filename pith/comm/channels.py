@@ -97,8 +97,9 @@ class Outbox:
 
     def send(self, message: Message, tensors: Tensors) -> None:
         """Start sending; returns at once."""
-        shapes = tuple(tuple(tensor.shape) for tensor in tensors)
-        assert shapes == self.wire.shapes, f"{message}: found {shapes}, wanted {self.wire.shapes}"
+        found = tuple((tuple(tensor.shape), tensor.dtype) for tensor in tensors)
+        wanted = tuple((shape, self.wire.dtype) for shape in self.wire.shapes)
+        assert found == wanted, f"{message}: found {found}, wanted {wanted}"
         if self.wire.staged:
             tensors = tuple(tensor.cpu() for tensor in tensors)
         parcel = self.wire.header(message) + tuple(tensor.contiguous() for tensor in tensors)
