@@ -33,10 +33,10 @@ class World:
 
     def sum(self, values: Tensor) -> Tensor:
         """The sum of `values` over all ranks, on the host (every world carries host tensors)."""
-        values = values.cpu()
+        total = values.to("cpu", copy=True)
         if self.size > 1:
-            dist.all_reduce(values)
-        return values
+            dist.all_reduce(total)
+        return total
 
     def barrier(self) -> None:
         """Wait for every rank."""
