@@ -1,0 +1,496 @@
+"""A step through the trainer: its update, its means, its guard against what is not finite."""
+
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from pith.comm.exchange import LocalExchange
+from pith.comm.world import World
+from pith.config import Recipe
+from pith.data.loader import NOT_COUNTED, Batch
+from pith.errors import RunFailedError
+from pith.layer.protocol import Context, Parts
+from pith.models.qwen3 import Qwen3Stage
+from pith.ops import choose
+from pith.run.job import Job
+from pith.schedule.table import slot_text
+from pith.train import loop
+from pith.train.build import build
+from pith.train.initial import fill
+from pith.train.step import RoutingMeter, StepResult, Trainer
+from tests.train.test_layouts import CPU, engine_step, random_batch, recipe
+
+Weights = dict[str, Tensor]
+TOKENS = 6 * 8
+DENSE = 1  # the layer without experts
+
+
+def small(
+    pp: int,
+    schedule: str = "1f1b",
+    *,
+    num_layers: int = 4,
+    precision: str = "float64",
+    **sections: Any,
+) -> Recipe:
+    """A few layers, three micro-batches of two sequences of eight tokens, with changes."""
+    sizes = {"num_hidden_layers": num_layers}
+    base = recipe(pp=pp, schedule=schedule, micro_batches=3, precision=precision, **sizes)
+    raw = base.model_dump()
+    for section, values in sections.items():
+        raw[section] |= values
+    return Recipe.model_validate(raw)
+
+
+def trainer_of(recipe: Recipe) -> Trainer:
+    world = World.joined(CPU)
+    return Trainer(recipe, world, build(recipe, world, headers=True))
+
+
+def masters(trainer: Trainer) -> Weights:
+    return {name: master.clone() for name, master in trainer.model.parameters.masters.items()}
+
+
+def state(trainer: Trainer) -> list[Tensor]:
+    """Everything that a step may change: weights, moments, counts of steps."""
+    moments = trainer.model.optimizer.state
+    return [
+        tensor.clone()
+        for master in trainer.model.parameters.masters.values()
+        for tensor in (master, *moments[master].values())
+    ]
+
+
+def same_bits(some: list[Tensor], others: list[Tensor]) -> bool:
+    """Also where both hold the same NaN."""
+    pairs = zip(some, others, strict=True)
+    return all(a.numpy().tobytes() == b.numpy().tobytes() for a, b in pairs)
+
+
+def joined(shares: list[Weights]) -> Weights:
+    """One model from what each rank holds of it."""
+    whole = {name: tensor for share in shares for name, tensor in share.items()}
+    assert len(whole) == sum(map(len, shares))
+    return whole
+
+
+def initial(recipe: Recipe) -> Weights:
+    weights = {}
+    for spec in recipe.architecture.parameters():
+        weights[spec.name] = torch.empty(spec.shape, dtype=torch.float64)
+        fill(weights[spec.name], spec, seed=recipe.training.seed)
+    return weights
+
+
+@dataclass
+class Whole:
+    """The global batch in one piece, by definition and not by parts."""
+
+    loss: float  # mean over counted labels
+    balance: float  # mean over routed layers and sequences
+    grads: Weights
+    load_LE: list[list[int]]
+
+
+def whole_batch(recipe: Recipe, weights: Weights, batch: Batch) -> Whole:
+    """Mean token loss, plus the balance losses' mean over sequences, by autograd in float64."""
+    arch = recipe.architecture
+    parts = Parts(choose("cpu"), LocalExchange(), None, arch.num_experts, 0)
+    model = Qwen3Stage(
+        arch,
+        range(arch.num_layers),
+        is_first=True,
+        is_last=True,
+        parts=parts,
+        dtype=torch.float64,
+        device=CPU,
+    )
+    model.load_state_dict(weights)
+    routed: dict[int, tuple[Tensor, Tensor]] = {}
+    for number, layer in enumerate(model.layers.values()):
+        if number != DENSE:
+            layer.mlp.gate.register_forward_hook(
+                lambda gate, inputs, outputs, number=number: routed.update(
+                    {number: ((inputs[0] @ gate.weight.t()).softmax(-1), outputs[0])}
+                )
+            )
+    tokens_NS, labels_NS = torch.from_numpy(batch.tokens_NS), torch.from_numpy(batch.labels_NS)
+    cos, sin = model.rotary(torch.arange(tokens_NS.shape[1])[None])
+    logits_NSV = model(tokens_NS, Context(cos, sin, 0.0, RoutingMeter()))
+    counted_NS = labels_NS != NOT_COUNTED
+    balances, load_LE = [], [[0] * arch.num_experts for _ in range(arch.num_layers)]
+    for number, (probs_TE, ids_TK) in routed.items():
+        load_LE[number] = ids_TK.flatten().bincount(minlength=arch.num_experts).tolist()
+        per_sequence = [
+            (ids_SK.flatten().bincount(minlength=arch.num_experts) / ids_SK.numel() * mean_E).sum()
+            for ids_SK, mean_E in zip(
+                ids_TK.chunk(len(tokens_NS)),
+                probs_TE.unflatten(0, tokens_NS.shape).mean(1),
+                strict=True,
+            )
+        ]
+        balances.append(arch.num_experts * torch.stack(per_sequence).mean())
+    loss = torch.zeros((), dtype=torch.float64, requires_grad=True)
+    objective = loss * 0
+    if counted_NS.any():
+        loss = functional.cross_entropy(logits_NSV[counted_NS], labels_NS[counted_NS])
+        objective = loss + recipe.balance_coefficient * torch.stack(balances).sum()
+    named = dict(model.named_parameters())
+    grads = torch.autograd.grad(objective, list(named.values()), materialize_grads=True)
+    balance = float(torch.stack(balances).mean().detach())
+    return Whole(float(loss.detach()), balance, dict(zip(named, grads, strict=True)), load_LE)
+
+
+def assert_near(found: Weights, wanted: Weights, *, tolerance: float, label: str) -> None:
+    assert found.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        error, size = float((found[name] - tensor).norm()), float(tensor.norm())
+        assert error <= tolerance * size, f"{label}: {name} off by {error} of {size}"
+
+
+def nothing_counts() -> Batch:
+    batch = random_batch(6)
+    return replace(batch, labels_NS=np.full_like(batch.labels_NS, NOT_COUNTED))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def imported_once() -> None:
+    """Take a step here: what it imports, ranks that are forked need not import each."""
+    trainer_of(small(1)).step(0, random_batch(6))
+
+
+# One update
+
+
+def two_steps(pp: int) -> dict[str, tuple[list[StepResult], Weights]]:
+    outcomes = {}
+    for schedule in ("1f1b", "dualpipev"):
+        trainer = trainer_of(small(pp, schedule, optimizer={"warmup_steps": 2}))
+        results = [trainer.step(index, random_batch(6, seed=index)) for index in range(2)]
+        outcomes[schedule] = results, masters(trainer)
+    return outcomes
+
+
+def adamw_by_hand(recipe: Recipe, batches: list[Batch], rates: list[float]) -> Iterator[Any]:
+    """Norm and weights after each step (arXiv 1711.05101); norms are the vectors, not decayed."""
+    weights, m, v = initial(recipe), {}, {}
+    for t, (batch, lr) in enumerate(zip(batches, rates, strict=True), start=1):
+        whole = whole_batch(recipe, weights, batch)
+        norm = math.sqrt(sum(float(grad.square().sum()) for grad in whole.grads.values()))
+        for name, grad in whole.grads.items():
+            clipped = grad * min(1.0, 0.5 / norm)
+            m[name] = 0.9 * m.get(name, 0) + 0.1 * clipped
+            v[name] = 0.95 * v.get(name, 0) + 0.05 * clipped**2
+            decay = 0.1 if grad.ndim > 1 else 0.0
+            root = (v[name] / (1 - 0.95**t)).sqrt() + 1e-8
+            move = m[name] / (1 - 0.9**t) / root + decay * weights[name]
+            weights[name] = weights[name] - lr * move
+        yield whole.loss, norm, dict(weights)
+
+
+@pytest.mark.parametrize("pp", [1, 2])
+def test_two_steps_are_two_of_adamw_on_the_clipped_gradient_of_the_mean(run_ranks, pp):
+    outcomes, case = run_ranks(pp, two_steps, pp), small(pp)
+    batches = [random_batch(6, seed=index) for index in range(2)]
+    steps = list(adamw_by_hand(case, batches, [0.005, 0.01]))
+    start, end = initial(case), steps[-1][2]
+    moved = {name: end[name] - start[name] for name in start}
+    for schedule in ("1f1b", "dualpipev"):
+        for results, _ in (outcome[schedule] for outcome in outcomes):
+            for result, (loss, norm, _) in zip(results, steps, strict=True):
+                assert norm > 0.5, "this test is about clipping"
+                assert result.updated
+                assert result.grad_norm == pytest.approx(norm, rel=1e-9), "before clipping"
+                assert result.loss == pytest.approx(loss, rel=1e-9)
+        weights = joined([outcome[schedule][1] for outcome in outcomes])
+        found = {name: weights[name] - start[name] for name in start}
+        assert_near(found, moved, tolerance=1e-6, label=f"pp {pp} {schedule}")
+
+
+# Means over what counts
+
+
+def masked(share: float) -> Batch:
+    """Eight sequences of 16, this share of their labels masked; 0.99 leaves one that counts."""
+    draw = np.random.default_rng(3)
+    tokens_NS, labels_NS = (draw.integers(0, 260, (8, 16)) for _ in range(2))
+    places = draw.permutation(labels_NS.size)[: round(share * labels_NS.size)]
+    labels_NS.reshape(-1)[places] = NOT_COUNTED
+    return Batch(tokens_NS, labels_NS, np.arange(8))
+
+
+def slice_masked() -> Batch:
+    """The middle sequences do not count at all: whole micro-batches of every cut but one."""
+    batch = masked(0.3)
+    labels_NS = batch.labels_NS.copy()
+    labels_NS[4:] = NOT_COUNTED
+    return replace(batch, labels_NS=labels_NS)
+
+
+MASKS = {f"{share:.0%}": masked(share) for share in (0.01, 0.3, 0.99, 1.0)}
+MASKS["a slice"] = slice_masked()
+
+
+def cut(pp: int, size: int, scope: str) -> Recipe:
+    training = {"global_batch_size": 8, "micro_batch_size": size, "sequence_length": 16}
+    return small(pp, num_layers=3, training=training, balance={"scope": scope})
+
+
+def every_cut(pp: int, scope: str) -> dict[tuple[str, int], Any]:
+    return {
+        (mask, size): engine_step(cut(pp, size, scope), batch)
+        for mask, batch in MASKS.items()
+        for size in (8, 4, 1)
+    }
+
+
+@pytest.mark.parametrize(("pp", "scope"), [(1, "none"), (1, "sequence"), (2, "sequence")])
+def test_loss_and_gradient_are_means_over_the_batch_however_it_is_cut(run_ranks, pp, scope):
+    outcomes = run_ranks(pp, every_cut, pp, scope)
+    wholes = {
+        mask: whole_batch(cut(pp, 8, scope), initial(cut(pp, 8, scope)), batch)
+        for mask, batch in MASKS.items()
+    }
+    for mask, size in outcomes[0]:
+        label, whole = f"{mask} masked, micro-batch {size}", wholes[mask]
+        result = outcomes[-1][mask, size][0]
+        assert result.num_counted == (MASKS[mask].labels_NS != NOT_COUNTED).sum(), label
+        assert result.updated, label
+        assert result.loss == pytest.approx(whole.loss, rel=1e-6, abs=0), label
+        assert result.balance_loss == pytest.approx(whole.balance, rel=1e-6), label
+        grads = joined([outcome[mask, size][1] for outcome in outcomes])
+        assert_near(grads, whole.grads, tolerance=1e-6, label=label)
+
+
+def test_a_batch_in_which_nothing_counts_has_loss_and_gradient_zero_and_only_decays():
+    case = small(1)
+    trainer, start = trainer_of(case), initial(case)
+    result = trainer.step(0, nothing_counts())
+    assert (result.num_counted, result.loss, result.grad_norm) == (0, 0.0, 0.0)
+    assert result.updated
+    for name, weight in masters(trainer).items():
+        decay = 0.1 if weight.ndim > 1 else 0.0
+        torch.testing.assert_close(weight, start[name] * (1 - 0.01 * decay), rtol=1e-14, atol=0)
+
+
+# Nothing moves on what is not finite
+
+
+def plant(trainer: Trainer, rank: int, place: str, value: float) -> Any:
+    """Put `value` into a weight of `rank` now, or into a gradient once its last slot begins."""
+    world, model = trainer.world, trainer.model
+    if world.rank != rank:
+        return lambda text: None
+    stage = next(iter(model.stages.values()))
+    named = dict(stage.named_parameters())
+    name = next(name for name in named if name.endswith("input_layernorm.weight"))
+    if place == "weight":
+        model.parameters.masters[name].view(-1)[5] = value
+        return lambda text: None
+    sink = next(iter(stage.layers.values())).parts.sink
+    last = slot_text(model.table.rows[world.rank][-1])
+    ruined = torch.zeros_like(named[name])
+    ruined.view(-1)[5] = value
+    return lambda text: sink.add(named[name], ruined) if text == last else None
+
+
+FAULTS = [
+    (rank, place, value)
+    for rank in (0, 1)
+    for place, value in (("weight", math.nan), ("gradient", math.nan), ("gradient", math.inf))
+]
+
+
+def step_over_faults() -> dict[Any, dict[str, Any]]:
+    reference = trainer_of(small(2))
+    for index in (0, 2):
+        reference.step(index, random_batch(6, seed=index))
+    found = {}
+    for fault in FAULTS:
+        trainer = trainer_of(small(2))
+        trainer.step(0, random_batch(6, seed=0))
+        sound = state(trainer)
+        watch = plant(trainer, *fault)
+        before = state(trainer)
+        result = trainer.step(1, random_batch(6, seed=1), watch=watch)
+        kept = same_bits(before, state(trainer))
+        for tensor, old in zip(trainer.model.parameters.masters.values(), sound[::4], strict=True):
+            tensor.copy_(old)
+        after = trainer.step(2, random_batch(6, seed=2))
+        found[fault] = {
+            "updated": result.updated,
+            "faulty": result.faulty_ranks,
+            "finite": math.isfinite(result.loss) and math.isfinite(result.grad_norm),
+            "kept": kept,
+            "recovered": after.updated and same_bits(state(trainer), state(reference)),
+        }
+    return found
+
+
+def test_a_weight_or_gradient_that_is_not_finite_on_one_rank_moves_no_rank(run_ranks):
+    for found in run_ranks(2, step_over_faults):
+        for (rank, place, value), seen in found.items():
+            label = f"{place} {value} on rank {rank}"
+            assert seen["updated"] is False, label
+            assert seen["finite"] is False, label
+            assert seen["kept"] is True, f"{label}: weights, moments or counts moved"
+            assert seen["recovered"] is True, f"{label}: the step left something behind"
+            if place == "gradient":
+                assert seen["faulty"] == (rank,), label
+            else:
+                assert rank in seen["faulty"], label
+
+
+def bad_batches(trainer: Trainer, bad: set[int]) -> Iterator[Batch]:
+    """Batches; while a `bad` step runs, a weight of the last rank is NaN."""
+    for index in range(trainer.recipe.training.steps):
+        good = masters(trainer)
+        if index in bad:
+            plant(trainer, trainer.world.size - 1, "weight", math.nan)
+        yield nothing_counts() if index == 0 else random_batch(6, seed=index)
+        if index in bad:
+            for name, master in trainer.model.parameters.masters.items():
+                master.copy_(good[name])
+
+
+POLICIES = {
+    "stop": ({2}, {"non_finite": "stop"}),
+    "skip all of it": ({1, 2, 4, 5}, {"non_finite": "skip", "max_skips": 2}),
+    "too many in a row": ({1, 3, 4, 5}, {"non_finite": "skip", "max_skips": 2}),
+}
+
+
+def run_loops(folder: Path) -> dict[str, tuple[int, str]]:
+    """Steps written down and the error, by policy."""
+    found = {}
+    for name, (bad, policy) in POLICIES.items():
+        case = small(2, training={"steps": 7, **policy})
+        trainer, run_dir = trainer_of(case), folder / name
+        run_dir.mkdir(exist_ok=True)
+        job = Job(case.to_toml(), "test", str(run_dir))
+        error = ""
+        with loop.Log(job, case, trainer.world) as log:
+            try:
+                loop._train(job, trainer, log, None, bad_batches(trainer, bad))
+            except RunFailedError as failure:
+                error = f"{failure.code}: {failure}"
+        found[name] = len(log.steps), error
+    return found
+
+
+def test_the_loop_stops_at_once_or_passes_over_so_many_bad_steps_in_a_row(run_ranks, tmp_path):
+    folder = tmp_path / "runs"
+    folder.mkdir()
+    first, second = run_ranks(2, run_loops, folder)
+    assert first == second, "all ranks end alike"
+    assert first["skip all of it"] == (7, "")
+    for name, num_steps, in_a_row in (("stop", 3, 1), ("too many in a row", 6, 3)):
+        steps, error = first[name]
+        assert steps == num_steps, name
+        assert error.startswith(f"run.non-finite: step {num_steps}: loss nan")
+        assert "on rank 0, 1" in error
+        assert f"found {in_a_row} such steps in a row" in error
+    for name, (bad, _) in POLICIES.items():
+        lines = map(json.loads, (folder / name / "metrics.jsonl").read_text().splitlines())
+        events = [(line["event"], line["step"]) for line in lines if "event" in line]
+        reported = [step + 1 for step in sorted(bad) if step < first[name][0]]
+        wanted = [("nothing_counted", 1), *(("non_finite", step) for step in reported)]
+        assert events == wanted, name
+
+
+# Loads and evaluation
+
+
+def steps_and_evaluation(pp: int) -> dict[str, Any]:
+    plain, mixed = trainer_of(small(pp)), trainer_of(small(pp))
+    results = [plain.step(index, random_batch(6, seed=index)) for index in range(2)]
+    again = [mixed.step(0, random_batch(6, seed=0))]
+    weights, before = masters(mixed), state(mixed)
+    total = mixed.evaluate(random_batch(6, seed=9))
+    sink = next(iter(next(iter(mixed.model.stages.values())).layers.values())).parts.sink
+    left = [
+        sink.main_grad(parameter)
+        for stage in mixed.model.stages.values()
+        for _, parameter in stage.named_parameters()
+    ]
+    found = {
+        "total": total,
+        "twice": mixed.evaluate(random_batch(6, seed=9)),
+        "kept": same_bits(before, state(mixed)),
+        "gradients": max(float(grad.abs().max()) for grad in left),
+        "weights": weights,
+    }
+    again.append(mixed.step(1, random_batch(6, seed=1)))
+    return found | {
+        "results": results,
+        "loads": [result.load_LE for result in again],
+        "same": same_bits(state(plain), state(mixed)),
+    }
+
+
+@pytest.fixture(params=[1, 2])
+def evaluated(request, run_ranks) -> list[dict[str, Any]]:
+    return run_ranks(request.param, steps_and_evaluation, request.param)
+
+
+def test_evaluation_gives_the_sum_of_the_losses_and_changes_nothing(evaluated):
+    batch, weights = random_batch(6, seed=9), joined([found["weights"] for found in evaluated])
+    num_counted = int((batch.labels_NS != NOT_COUNTED).sum())
+    wanted = whole_batch(small(1), weights, batch).loss * num_counted
+    for found in evaluated:
+        assert found["total"] == pytest.approx(wanted, rel=1e-9)
+        assert found["twice"] == found["total"]
+        assert found["kept"] is True, "weights, moments or counts moved"
+        assert found["gradients"] == 0.0, "evaluation left gradients behind"
+        assert found["same"] is True, "the step after it is another one"
+
+
+def test_loads_count_every_token_and_slot_exactly_also_after_evaluation(evaluated):
+    case = small(1)
+    weights = joined([found["weights"] for found in evaluated])
+    wanted = [
+        whole_batch(case, before, random_batch(6, seed=index)).load_LE
+        for index, before in enumerate((initial(case), weights))
+    ]
+    assert all(sum(row) == TOKENS * case.architecture.top_k for row in wanted[0][2:])
+    assert sum(wanted[0][DENSE]) == 0
+    for found in evaluated:
+        plain = [result.load_LE for result in found["results"]]
+        assert plain == found["loads"]
+        assert [[list(row) for row in load_LE] for load_LE in plain] == wanted
+
+
+# bfloat16
+
+
+def test_bfloat16_computes_on_copies_of_float32_masters_and_stays_near_float32():
+    model = {"fields": small(1).model.fields | {"initializer_range": 0.02}}
+    wide, narrow = (
+        trainer_of(small(1, precision=precision, model=model, optimizer={"lr": 1e-3}))
+        for precision in ("float32", "bfloat16")
+    )
+    for index in range(4):
+        batch = random_batch(6, seed=index)
+        wanted, found = wide.step(index, batch), narrow.step(index, batch)
+        assert found.loss == pytest.approx(wanted.loss, abs=5e-3)
+        assert found.loss != wanted.loss
+    narrow.evaluate(batch)
+    [stage] = narrow.model.stages.values()
+    sink = stage.layers["0"].parts.sink
+    kept = {tensor.dtype for tensor in state(narrow)}
+    assert kept == {torch.float32}, "masters, moments and counts"
+    for name, copy in stage.named_parameters():
+        master = narrow.model.parameters.masters[name]
+        assert copy.dtype == torch.bfloat16
+        assert torch.equal(copy.detach(), master.bfloat16()), f"{name} is out of date"
+        assert not torch.equal(copy.detach().float(), master), f"{name} lost its master"
+        assert sink.main_grad(copy).dtype == torch.float32
