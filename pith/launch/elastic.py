@@ -8,7 +8,7 @@ import threading
 import uuid
 
 import torch
-import torch._dynamo  # noqa: F401  the first optimizer imports it: once here, not in every rank
+import torch._dynamo  # the first optimizer imports it: once here, not in every rank
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
