@@ -43,7 +43,7 @@ def test_a_tied_head_is_held_a_second_time_on_another_stage():
 
 
 def test_more_ranks_are_more_data_ranks():
-    data, _ = dry_run(Recipe.load("tiny-moe"), world_size=8)
+    data, _ = dry_run(Recipe.load("tiny-moe", ["training.global_batch_size=16"]), world_size=8)
     assert data["layout"] == {"pp": 2, "dp": 4, "cp": 1, "ep": 1}
     assert data["num_micro_batches"] == data["batch"]["num_micro_batches"] == 2
 
