@@ -7,13 +7,14 @@ BIN := .venv/bin
 train: .venv/installed
 	$(BIN)/pith train
 
-# One OpenMP thread a process: ranks and test workers share the cores.
+# One OpenMP thread a process: ranks and test workers share the cores. A file of tests goes to one
+# worker whole: what its fixtures run, they run once.
 test: export OMP_NUM_THREADS = 1
 test: .venv/installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/pytest -n 2 --dist loadgroup
+	$(BIN)/pytest -n 2 --dist loadfile
 
 .venv/bin/python:
 	$(PYTHON) -m venv .venv

@@ -7,9 +7,6 @@ import pytest
 LIMIT_S = 15.0
 TIMEOUT_S = 3.0  # of a collective among the ranks of which one is stopped
 
-# All read one launch of the fakes: one test worker makes it.
-pytestmark = pytest.mark.xdist_group("fakes")
-
 
 def test_the_report_of_rank_0_comes_back_and_ranks_leave_stdout_alone(fakes: Any) -> None:
     outcome = fakes["sums_ranks"]
