@@ -49,7 +49,7 @@ def test_files_speak_of_the_project_alone(repository: Any) -> None:
     files = [*repository.sources(), *repository.pages(), repository.root / "Makefile"]
     files += [repository.root / "pyproject.toml", repository.root / ".ci" / "run"]
 
-    assert [f for path in files if path.name != Path(__file__).name for f in foreign(path)] == []
+    assert [f for path in files for f in foreign(path)] == []
 
 
 @pytest.mark.parametrize(
@@ -70,10 +70,10 @@ def test_a_broken_measure_is_found(tmp_path: Path, name: str, text: str, finding
     assert [finding in found for found in findings(path)] == [True]
 
 
-@pytest.mark.parametrize("line", ["cd /work/main", "as asked in this session", "x = '/farm/a'"])
+@pytest.mark.parametrize("line", ["cd {}work/main", "as asked in this{}session", "x = '{}farm/a'"])
 def test_a_line_about_a_machine_is_found(tmp_path: Path, line: str) -> None:
     path = tmp_path / "page.md"
-    path.write_text(f"fine\n{line}\n")
+    path.write_text(f"fine\n{line.format(' ' if 'this' in line else '/')}\n")
 
     assert foreign(path) == ["page.md:2"]
 
