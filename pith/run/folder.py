@@ -56,7 +56,7 @@ class RunFolder:
                 found=error.strerror or str(error),
                 wanted="a folder that can be written",
                 where=str(error.filename or directory),
-                next_step="name another one in checkpoint.directory",
+                next_step="name another one with --run-dir, or in log.directory",
             ) from error
         plain = directory / recipe_name
         notice = "" if path == plain else f"{plain} holds an earlier run; this one is {path}"
@@ -83,6 +83,8 @@ def _make_free_folder(directory: Path, name: str) -> Path:
         try:
             path.mkdir()
         except FileExistsError:
+            if not path.is_dir():
+                raise
             continue
         return path
     raise AssertionError

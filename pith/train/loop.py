@@ -1,6 +1,7 @@
 """A training run, as one rank lives it: data, steps, validation, metrics, final weights."""
 
 import math
+import os
 import statistics
 import time
 from collections.abc import Iterator
@@ -38,9 +39,13 @@ def run(job: Job) -> Summary | None:
     """
     recipe = Recipe.parse(job.recipe_toml)
     world = World.joined(_device(job), backend=job.backend)
+    if recipe.training.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS asks for it
     torch.use_deterministic_algorithms(recipe.training.deterministic)
+    if world.rank == 0:
+        begin(_weights_folder(job, recipe)).rmdir()  # refused now, not after the last step
     world.agree("recipe", job.recipe_toml)
-    loader = open_data(recipe, work_dir=Path(job.run_dir), verify=world.rank == 0)
+    loader = open_data(recipe, world, work_dir=Path(job.run_dir))
     trainer = Trainer(recipe, world, build(recipe, world, headers=job.debug))
     with ExitStack() as stack:
         log = stack.enter_context(Log(job, recipe, world))
@@ -50,12 +55,17 @@ def run(job: Job) -> Summary | None:
         return _finish(job, trainer, log, validation)
 
 
-def open_data(recipe: Recipe, *, work_dir: Path, verify: bool = True) -> Loader:
+def open_data(recipe: Recipe, world: World, *, work_dir: Path) -> Loader:
     """The run's data, checked before the first step. Raises RequestError where it cannot serve.
 
-    `verify` reads all of it against its checksums; one rank does.
+    Rank 0 goes ahead: it alone tokenizes a text and reads all of a corpus against its checksums.
     """
-    corpus = prepare(recipe.data.corpus, work_dir=work_dir / "corpus", verify=verify)
+    if world.rank != 0:
+        world.barrier()
+    corpus = prepare(recipe.data.corpus, work_dir=work_dir / "corpus", verify=world.rank == 0)
+    if world.rank == 0:
+        world.barrier()
+    world.agree("corpus", corpus.fingerprint)
     corpus.check_vocabulary(recipe.architecture.vocab_size)
     loader = Loader(
         corpus,
@@ -178,7 +188,8 @@ def _report_non_finite(
 ) -> None:
     """Tell of a step that moved no weight; stop where the recipe says so."""
     ranks = ", ".join(str(rank) for rank in result.faulty_ranks)
-    text = f"step {index + 1}: loss {result.loss} or gradient not finite on rank {ranks}"
+    culprit = "a gradient" if math.isfinite(result.loss) else f"loss {result.loss}"
+    text = f"step {index + 1}: {culprit} is not finite on rank {ranks}"
     log.event("non_finite", f"{text}; weights kept", step=index + 1, ranks=result.faulty_ranks)
     if recipe.training.non_finite == "stop" or num_skips > recipe.training.max_skips:
         raise RunFailedError(
@@ -220,8 +231,9 @@ def batches_of(sequences: Batch, recipe: Recipe) -> Iterator[Batch]:
 def _finish(job: Job, trainer: Trainer, log: Log, validation: float | None) -> Summary | None:
     """Save the weights and say how it went."""
     world, recipe, model = trainer.world, trainer.recipe, trainer.model
-    directory = Path(recipe.checkpoint.directory or Path(job.run_dir) / "checkpoints")
-    folder = directory / f"weights-{recipe.training.steps:08d}"
+    if validation is not None:
+        _require_finite("validation loss", validation)
+    folder = _weights_folder(job, recipe)
     mine = {name: model.parameters.masters[name].cpu() for name in sorted(model.owned)}
     if world.rank == 0:
         begin(folder)
@@ -234,8 +246,7 @@ def _finish(job: Job, trainer: Trainer, log: Log, validation: float | None) -> S
     commit(temporary_folder(folder), folder, num_parts=world.size, metadata=metadata)
     mesh = recipe.mesh(world.size)
     first, last = log.steps[0], log.steps[-1]
-    if not math.isfinite(last.loss):
-        raise RunFailedError("run.non-finite", what="the last loss is not finite")
+    _require_finite("loss of the last step", last.loss)
     return {
         "recipe": job.recipe_name,
         "layout": {"pp": mesh.pp, "dp": mesh.dp, "cp": mesh.cp, "ep": mesh.ep},
@@ -250,6 +261,22 @@ def _finish(job: Job, trainer: Trainer, log: Log, validation: float | None) -> S
         "checkpoint": str(folder),
         "operators": model.operators.names(),
     }
+
+
+def _require_finite(what: str, value: float) -> None:
+    if not math.isfinite(value):
+        raise RunFailedError(
+            "run.non-finite",
+            what=f"the {what} is {value}",
+            wanted="a finite value",
+            next_step="lower optimizer.lr",
+        )
+
+
+def _weights_folder(job: Job, recipe: Recipe) -> Path:
+    """Where the weights of the last step go."""
+    directory = Path(recipe.checkpoint.directory or Path(job.run_dir, "checkpoints")).absolute()
+    return directory / f"weights-{recipe.training.steps:08d}"
 
 
 def _device(job: Job) -> torch.device:
