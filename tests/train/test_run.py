@@ -1,0 +1,261 @@
+"""`pith train` from its command line to its run folder, on a micro recipe and two ranks."""
+
+import hashlib
+import json
+import math
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pith.checkpoint.weights import load_weights
+from pith.config import Recipe
+from pith.run.trace import read_trace
+from pith.train.initial import fill
+
+REPORT_KEYS = {"schema", "verb", "ok", "exit", "checks", "data", "error", "next", "env"}
+DATA_KEYS = {
+    *("recipe", "layout", "world_size", "schedule", "steps", "first_loss", "last_loss"),
+    *("validation_loss", "tokens_per_second", "run_dir", "checkpoint"),
+}
+FINITE_KEYS = {
+    *("step", "loss", "balance_loss", "grad_norm", "lr", "tokens", "step_seconds"),
+    *("tokens_per_second", "memory_bytes"),
+}
+ABSENT_ON_CPU = {"mfu_causal", "mfu_full"}
+
+
+def metrics(run_dir: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def steps(run_dir: Path) -> list[dict[str, Any]]:
+    return [line for line in metrics(run_dir) if "event" not in line]
+
+
+def losses(run_dir: Path) -> list[str]:
+    return [line["loss"].hex() for line in steps(run_dir)]
+
+
+def contents(folder: Path) -> dict[str, tuple[str, int]]:
+    """Digest and time of every file below `folder`."""
+    return {
+        str(path.relative_to(folder)): (
+            hashlib.sha256(path.read_bytes()).hexdigest(),
+            path.stat().st_mtime_ns,
+        )
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
+
+
+@pytest.fixture(scope="module")
+def twice(command: Any) -> Any:
+    """The same command twice in one folder, and what the first run had left before the second."""
+    options = ("--json", "--out", "report.json")
+    first = command.train(*options, prefix=("-m", "pith.cli"))
+    before = contents(first.run_dir), (first.cwd / "report.json").read_bytes()
+    return first, before, command.train(*options, cwd=first.cwd)
+
+
+@pytest.fixture(scope="module")
+def first(twice: Any) -> Any:
+    run = twice[0]
+    assert run.status == 0, run.stderr
+    return run
+
+
+@pytest.fixture(scope="module")
+def run_dir(first: Any) -> Path:
+    return Path(first.data["run_dir"])
+
+
+@pytest.fixture(scope="module")
+def alone(command: Any) -> Any:
+    """The same training in one process, its weights in a folder of their own."""
+    run = command.train(
+        "--json", settings={"parallel.pp": 1, "checkpoint.directory": "kept/here"}, cores=1
+    )
+    assert run.status == 0, run.stderr
+    return run
+
+
+def test_stdout_is_one_report_with_the_promised_keys(first: Any) -> None:
+    assert first.stdout.endswith("}\n")
+    assert first.stdout.count("\n") == 1
+    report = json.loads(first.stdout)
+    assert set(report) == REPORT_KEYS
+    assert (report["verb"], report["ok"], report["exit"], report["error"]) == (
+        "train",
+        True,
+        0,
+        None,
+    )
+    assert all(check["ok"] for check in report["checks"])
+    data = report["data"]
+    assert set(data) >= DATA_KEYS
+    assert (data["recipe"], data["steps"], data["world_size"]) == ("tiny-moe", 4, 2)
+    assert data["layout"] == {"pp": 2, "dp": 1, "cp": 1, "ep": 1}
+    assert first.survivors == []
+
+
+def test_out_holds_what_stdout_held(twice: Any) -> None:
+    first, (_, report), _ = twice
+    assert report.decode() == first.stdout
+
+
+def test_the_loss_starts_at_an_even_guess_and_falls_on_repeated_data(first: Any) -> None:
+    data = first.data
+    assert data["first_loss"] == pytest.approx(math.log(264), abs=0.2)
+    assert data["last_loss"] < data["first_loss"] - 0.5
+    assert data["validation_loss"] == pytest.approx(data["last_loss"], abs=0.2)
+
+
+def test_every_step_has_finite_metrics_and_the_report_repeats_them(
+    first: Any, run_dir: Path
+) -> None:
+    lines = steps(run_dir)
+    assert [line["step"] for line in lines] == [1, 2, 3, 4]
+    for line in lines:
+        assert set(line) >= FINITE_KEYS | ABSENT_ON_CPU | {"expert_load"}
+        assert all(math.isfinite(line[key]) for key in FINITE_KEYS)
+        assert all(line[key] is None for key in ABSENT_ON_CPU)
+        assert line["tokens"] == 4 * 32
+        assert line["grad_norm"] > 0
+        assert line["tokens_per_second"] == pytest.approx(line["tokens"] / line["step_seconds"])
+        # Each of the 4 layers routes each token to 2 experts.
+        loads = line["expert_load"]
+        assert {layer: sum(load) for layer, load in loads.items()} == dict.fromkeys(
+            "0123", 2 * line["tokens"]
+        )
+    data = first.data
+    assert (lines[0]["loss"], lines[-1]["loss"]) == (data["first_loss"], data["last_loss"])
+    (validation,) = (line for line in metrics(run_dir) if line.get("event") == "validation")
+    assert validation["validation_loss"] == data["validation_loss"]
+
+
+def test_the_folder_says_what_was_run_and_with_what(run_dir: Path, command: Any) -> None:
+    assert Recipe.load(run_dir / "config.toml") == command.recipe()
+    environment = json.loads((run_dir / "environment.json").read_text())
+    assert (environment["world_size"], environment["device"]) == (2, "cpu")
+    assert environment["torch"] == torch.__version__
+    assert {"python", "commit", "diff_sha256", "devices"} <= set(environment)
+    assert not (run_dir / "failures").exists()
+
+
+def test_what_every_rank_ran_is_its_row_of_the_table(run_dir: Path, command: Any) -> None:
+    assert read_trace(run_dir / "trace") == command.recipe().table().row_texts()
+
+
+def test_the_saved_weights_are_the_whole_model_and_have_moved(
+    first: Any, run_dir: Path, command: Any
+) -> None:
+    folder = Path(first.data["checkpoint"])
+    assert folder.parent == run_dir / "checkpoints"
+    weights = load_weights(folder)
+    specs = {spec.name: spec for spec in command.recipe().architecture.parameters()}
+    assert {name: tuple(tensor.shape) for name, tensor in weights.items()} == {
+        name: spec.shape for name, spec in specs.items()
+    }
+    for name, tensor in weights.items():
+        initial = torch.empty_like(tensor)
+        fill(initial, specs[name], seed=command.recipe().training.seed)
+        assert torch.isfinite(tensor).all(), name
+        assert not torch.equal(tensor, initial), f"{name} has not moved"
+
+
+def test_the_same_command_again_makes_a_new_folder_and_leaves_the_first_alone(twice: Any) -> None:
+    first, (before, _), second = twice
+    assert second.status == 0, second.stderr
+    assert second.data["run_dir"] == first.data["run_dir"] + "-2"
+    assert second.data["run_dir"] in second.stderr.splitlines()[0]
+    assert contents(Path(first.data["run_dir"])) == before
+    assert contents(Path(second.data["run_dir"])).keys() == before.keys()
+
+
+def test_the_same_seed_gives_the_same_bits(twice: Any) -> None:
+    first, _, second = twice
+    assert losses(Path(second.data["run_dir"])) == losses(Path(first.data["run_dir"]))
+    assert second.data["validation_loss"].hex() == first.data["validation_loss"].hex()
+    one, two = (load_weights(Path(run.data["checkpoint"])) for run in (first, second))
+    assert one.keys() == two.keys()
+    assert all(torch.equal(one[name], two[name]) for name in one)
+
+
+def test_one_process_learns_the_same(alone: Any, run_dir: Path) -> None:
+    (_, *later), (_, *later_alone) = steps(run_dir), steps(alone.run_dir)
+    assert alone.data["world_size"] == 1
+    assert steps(alone.run_dir)[0]["loss"] == pytest.approx(steps(run_dir)[0]["loss"], rel=1e-6)
+    for one, two in zip(later_alone, later, strict=True):
+        assert one["loss"] == pytest.approx(two["loss"], rel=1e-5)
+        assert one["grad_norm"] == pytest.approx(two["grad_norm"], rel=1e-4)
+
+
+def test_weights_go_where_checkpoint_directory_says(alone: Any) -> None:
+    folder = alone.cwd / "kept" / "here" / "weights-00000004"
+    assert alone.cwd / alone.data["checkpoint"] == folder
+    assert load_weights(folder)
+    assert not (alone.run_dir / "checkpoints").exists()
+
+
+def test_a_torchrun_job_is_joined_and_reports_once(command: Any, first: Any) -> None:
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+    run = command.train("--json", prefix=(*torchrun, "-m", "pith.cli"))
+
+    assert run.status == 0, run.stderr
+    assert run.stdout.count("\n") == 1
+    assert run.data["first_loss"] == pytest.approx(first.data["first_loss"], rel=1e-6)
+    assert Path(run.data["run_dir"]) == run.run_dir
+    assert run.survivors == []
+
+
+def test_the_processes_of_a_slurm_step_are_joined(command: Any, first: Any) -> None:
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        shared = {
+            "SLURM_NTASKS": "2",
+            "SLURM_NODELIST": "localhost",
+            "SLURM_JOB_ID": "7",
+            "MASTER_PORT": str(probe.getsockname()[1]),
+        }
+    cwd = command.folder()
+    started = [
+        command.start_train(
+            "--json",
+            cwd=cwd,
+            variables={**shared, "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)},
+        )
+        for rank in range(2)
+    ]
+    runs = [process.finish() for process in started]
+
+    assert [run.status for run in runs] == [0, 0], runs[0].stderr + runs[1].stderr
+    assert runs[1].stdout == ""
+    assert runs[0].data["first_loss"] == pytest.approx(first.data["first_loss"], rel=1e-6)
+    assert Path(runs[0].data["run_dir"]) == runs[0].run_dir
+
+
+@pytest.mark.parametrize(
+    ("place", "named"),
+    [
+        pytest.param("file/below", "/file: ", id="below a file"),
+        pytest.param("file", "/file: ", id="a file"),
+        pytest.param("/proc/run", "/proc/run: ", id="where nothing is made"),
+        pytest.param(300 * "n", 300 * "n" + ": ", id="too long a name"),
+    ],
+)
+def test_a_run_folder_that_cannot_be_made_is_one_line_and_exit_2(
+    command: Any, place: str, named: str
+) -> None:
+    cwd = command.folder()
+    (cwd / "file").write_text("mine")
+    run = command.train("--run-dir", place, cwd=cwd)
+
+    assert run.status == 2, run.stderr
+    (line,) = run.stderr.splitlines()
+    assert line.startswith("error: ")
+    assert named + "the run folder cannot be made" in line
+    assert [path.name for path in cwd.iterdir()] == ["file"]
+    assert (cwd / "file").read_text() == "mine"
