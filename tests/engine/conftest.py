@@ -17,6 +17,7 @@ class Journal:
     """What happened, in order: "F attend.0", "launch B combine.1", "wait F dispatch.0"."""
 
     entries: list[str] = field(default_factory=list)
+    grad_modes: set[bool] = field(default_factory=set)  # that pieces were called in
 
     def note(self, *words: str) -> None:
         self.entries.append(" ".join(words))
@@ -32,6 +33,7 @@ class Piece:
         self.name, self.journal, self.sink = name, journal, sink
 
     def __call__(self, x: Tensor) -> Tensor:
+        self.journal.grad_modes.add(torch.is_grad_enabled())
         return x * self.weight if self.sink is None else _Multiply.apply(x, self.weight, self)
 
 

@@ -211,6 +211,7 @@ def test_a_stage_without_layers_passes_the_carry_and_its_gradient(journal, make_
 
 def test_a_row_without_backwards_keeps_no_graph_and_gives_the_same_losses(journal, make_stages):
     evaluation = Run("Md/M", "F0.0 F1.0 F0.1 F1.1", journal, make_stages)
+    assert journal.grad_modes == {False}
     losses, _ = plain_step("Md/M", make_stages, journal)
     found = [evaluation.execution.losses[micro] for micro in range(2)]
     assert [float(loss) for loss in found] == pytest.approx(losses, rel=1e-12)
