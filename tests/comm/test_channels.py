@@ -61,8 +61,7 @@ def objection(call: Callable[..., Any], *args: Any) -> str:
     return str(caught.value)
 
 
-def consume_out_of_order(wire: Wire, pipeline: tuple[int, int]) -> dict[str, bool]:
-    transport, rank = connect(wire, BOTH_WAYS, pipeline)
+def consume_out_of_order(transport: Transport, rank: int, *, wire: Wire) -> dict[str, bool]:
     forth, back = [activation(micro) for micro in range(5)], gradient(7)
     taken: dict[str, bool] = {}
 
@@ -86,7 +85,8 @@ def consume_out_of_order(wire: Wire, pipeline: tuple[int, int]) -> dict[str, boo
 
 
 def consume_all(pipeline: tuple[int, int]) -> dict[str, dict[str, bool]]:
-    return {name: consume_out_of_order(wire, pipeline) for name, wire in WIRES.items()}
+    opened = {name: connect(wire, BOTH_WAYS, pipeline) for name, wire in WIRES.items()}
+    return {name: consume_out_of_order(*opened[name], wire=wire) for name, wire in WIRES.items()}
 
 
 @pytest.mark.parametrize("pipeline", [(0, 1), (1, 0)])
@@ -101,9 +101,7 @@ def test_messages_taken_in_another_order_than_sent_carry_their_own_content(run_r
         assert outcomes[pipeline[rank]][name] == wanted, f"rank {rank}, {name}"
 
 
-def misuse(headers: bool) -> dict[str, str]:
-    wire = replace(WIRE, headers=headers)
-    transport, rank = connect(wire, BOTH_WAYS, (0, 1))
+def misuse(transport: Transport, rank: int, *, wire: Wire) -> dict[str, str]:
     said: dict[str, str] = {}
     if rank == 0:
         message = activation(0)
@@ -117,7 +115,7 @@ def misuse(headers: bool) -> dict[str, str]:
         return said
     said["not posted"] = objection(transport.take, activation(0))
     transport.post([activation(1)])  # the sender's row says 0
-    if headers:
+    if wire.headers:
         said["header"] = objection(transport.take, activation(1))
     else:
         said["silent"] = str(same(transport.take(activation(1)), activation(0), wire))
@@ -132,7 +130,10 @@ def misuse(headers: bool) -> dict[str, str]:
 
 
 def misuse_both() -> dict[bool, dict[str, str]]:
-    return {headers: misuse(headers) for headers in (True, False)}
+    wires = {headers: replace(WIRE, headers=headers) for headers in (True, False)}
+    # All are open before the first can fail: a rank whose peer is gone waits long for a group.
+    opened = {headers: connect(wire, BOTH_WAYS, (0, 1)) for headers, wire in wires.items()}
+    return {headers: misuse(*opened[headers], wire=wires[headers]) for headers in wires}
 
 
 def test_a_message_that_is_wrong_unused_or_not_as_announced_is_an_assertion(run_ranks):
