@@ -3,7 +3,7 @@
 import json
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,27 +11,20 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from torch.nn import functional
 
-from pith.comm.exchange import LocalExchange
 from pith.comm.world import World
 from pith.config import Recipe
 from pith.data.loader import NOT_COUNTED, Batch
 from pith.errors import RunFailedError
-from pith.layer.protocol import Context, Parts
-from pith.models.qwen3 import Qwen3Stage
-from pith.ops import choose
 from pith.run.job import Job
 from pith.schedule.table import slot_text
 from pith.train import loop
 from pith.train.build import build
-from pith.train.initial import fill
-from pith.train.step import RoutingMeter, StepResult, Trainer
+from pith.train.step import StepResult, Trainer
+from tests.train.one_piece import Weights, initial, whole_batch
 from tests.train.test_layouts import CPU, engine_step, random_batch, recipe
 
-Weights = dict[str, Tensor]
 TOKENS = 6 * 8
-DENSE = 1  # the layer without experts
 
 
 def small(
@@ -81,73 +74,6 @@ def joined(shares: list[Weights]) -> Weights:
     whole = {name: tensor for share in shares for name, tensor in share.items()}
     assert len(whole) == sum(map(len, shares))
     return whole
-
-
-def initial(recipe: Recipe) -> Weights:
-    weights = {}
-    for spec in recipe.architecture.parameters():
-        weights[spec.name] = torch.empty(spec.shape, dtype=torch.float64)
-        fill(weights[spec.name], spec, seed=recipe.training.seed)
-    return weights
-
-
-@dataclass
-class Whole:
-    """The global batch in one piece, by definition and not by parts."""
-
-    loss: float  # mean over counted labels
-    balance: float  # mean over routed layers and sequences
-    grads: Weights
-    load_LE: list[list[int]]
-
-
-def whole_batch(recipe: Recipe, weights: Weights, batch: Batch) -> Whole:
-    """Mean token loss, plus the balance losses' mean over sequences, by autograd in float64."""
-    arch = recipe.architecture
-    parts = Parts(choose("cpu"), LocalExchange(), None, arch.num_experts, 0)
-    model = Qwen3Stage(
-        arch,
-        range(arch.num_layers),
-        is_first=True,
-        is_last=True,
-        parts=parts,
-        dtype=torch.float64,
-        device=CPU,
-    )
-    model.load_state_dict(weights)
-    routed: dict[int, tuple[Tensor, Tensor]] = {}
-    for number, layer in enumerate(model.layers.values()):
-        if number != DENSE:
-            layer.mlp.gate.register_forward_hook(
-                lambda gate, inputs, outputs, number=number: routed.update(
-                    {number: ((inputs[0] @ gate.weight.t()).softmax(-1), outputs[0])}
-                )
-            )
-    tokens_NS, labels_NS = torch.from_numpy(batch.tokens_NS), torch.from_numpy(batch.labels_NS)
-    cos, sin = model.rotary(torch.arange(tokens_NS.shape[1])[None])
-    logits_NSV = model(tokens_NS, Context(cos, sin, 0.0, RoutingMeter()))
-    counted_NS = labels_NS != NOT_COUNTED
-    balances, load_LE = [], [[0] * arch.num_experts for _ in range(arch.num_layers)]
-    for number, (probs_TE, ids_TK) in routed.items():
-        load_LE[number] = ids_TK.flatten().bincount(minlength=arch.num_experts).tolist()
-        per_sequence = [
-            (ids_SK.flatten().bincount(minlength=arch.num_experts) / ids_SK.numel() * mean_E).sum()
-            for ids_SK, mean_E in zip(
-                ids_TK.chunk(len(tokens_NS)),
-                probs_TE.unflatten(0, tokens_NS.shape).mean(1),
-                strict=True,
-            )
-        ]
-        balances.append(arch.num_experts * torch.stack(per_sequence).mean())
-    loss = torch.zeros((), dtype=torch.float64, requires_grad=True)
-    objective = loss * 0
-    if counted_NS.any():
-        loss = functional.cross_entropy(logits_NSV[counted_NS], labels_NS[counted_NS])
-        objective = loss + recipe.balance_coefficient * torch.stack(balances).sum()
-    named = dict(model.named_parameters())
-    grads = torch.autograd.grad(objective, list(named.values()), materialize_grads=True)
-    balance = float(torch.stack(balances).mean().detach())
-    return Whole(float(loss.detach()), balance, dict(zip(named, grads, strict=True)), load_LE)
 
 
 def assert_near(found: Weights, wanted: Weights, *, tolerance: float, label: str) -> None:
@@ -462,7 +388,7 @@ def test_loads_count_every_token_and_slot_exactly_also_after_evaluation(evaluate
         for index, before in enumerate((initial(case), weights))
     ]
     assert all(sum(row) == TOKENS * case.architecture.top_k for row in wanted[0][2:])
-    assert sum(wanted[0][DENSE]) == 0
+    assert sum(wanted[0][1]) == 0, "the layer without experts"
     for found in evaluated:
         plain = [result.load_LE for result in found["results"]]
         assert plain == found["loads"]
