@@ -1,6 +1,7 @@
 """`pith train`: from a recipe to a trained model, or to its plan with --dry-run."""
 
 import os
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +12,7 @@ import typer
 from pith.cli import output
 from pith.cli.dry_run import dry_run
 from pith.config import Recipe
-from pith.errors import RequestError
+from pith.errors import PithError, RequestError
 from pith.launch import environment
 from pith.report import Check, Report
 from pith.run.folder import RunFolder
@@ -117,9 +118,21 @@ def _train(
     facts = {"world_size": num_ranks, "device": device, "backend": backend}
 
     def make_folder() -> Path:
-        place = (placing.run_dir or Path(recipe.log.directory, recipe.name)).absolute()
+        place = Path(os.path.abspath(placing.run_dir or Path(recipe.log.directory, recipe.name)))
+        if not place.name:
+            raise RequestError(
+                "run.folder",
+                what="the root of the file system is no run folder",
+                where="--run-dir",
+                next_step="name a folder that can be made",
+            )
         toml = recipe.to_toml()
         folder = RunFolder.create(place.parent, place.name, recipe_toml=toml, facts=facts)
+        try:
+            loop.open_data(recipe, work_dir=folder.path, verify=False)  # before GPUs are taken
+        except PithError:
+            shutil.rmtree(folder.path)
+            raise
         output.say(folder.notice or f"run folder {folder.path}")
         return folder.path
 

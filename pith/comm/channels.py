@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pith.comm.world import World
 from pith.schedule.lower import Message
 from pith.schedule.table import Kind
 
@@ -164,19 +165,19 @@ class Transport:
 
 
 def open_channels(
-    pairs: Sequence[tuple[int, int]], *, pipeline: Sequence[int], warm_on: torch.device
+    pairs: Sequence[tuple[int, int]], *, pipeline: Sequence[int], world: World
 ) -> dict[tuple[int, int], dist.ProcessGroup]:
     """One group per directed pair of pipeline ranks, made in one order and warmed in that order.
 
     Every rank of the world calls this with the same arguments. Warming builds the connections
     now: a lazy set-up in the middle of a schedule is a known source of hangs.
     """
+    warm_on = torch.device("cpu") if world.staged else world.device
     groups = {}
     for source, target in pairs:
         members = [pipeline[source], pipeline[target]]
-        group = dist.new_group(members)
-        if dist.get_rank() in members:
-            assert isinstance(group, dist.ProcessGroup)
+        group = world.group(members)
+        if group is not None:
             groups[source, target] = group
             _warm(group, source=members[0], target=members[1], device=warm_on)
     return groups

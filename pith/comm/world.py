@@ -1,7 +1,9 @@
 """The ranks that train together, and what they agree on."""
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -18,6 +20,7 @@ class World:
     size: int
     device: torch.device
     backend: str = "gloo"  # what carries tensors of `device`
+    timeout: timedelta | None = None  # of one operation, in every group; None: torch's default
 
     @property
     def staged(self) -> bool:
@@ -25,11 +28,21 @@ class World:
         return self.device.type == "cuda" and self.backend == "gloo"
 
     @classmethod
-    def joined(cls, device: torch.device, *, backend: str = "gloo") -> "World":
+    def joined(
+        cls, device: torch.device, *, backend: str = "gloo", timeout: timedelta | None = None
+    ) -> "World":
         """The world of the default process group, or a world of one."""
         if not dist.is_initialized():
-            return cls(0, 1, device, backend)
-        return cls(dist.get_rank(), dist.get_world_size(), device, backend)
+            return cls(0, 1, device, backend, timeout)
+        return cls(dist.get_rank(), dist.get_world_size(), device, backend, timeout)
+
+    def group(self, members: Sequence[int]) -> dist.ProcessGroup | None:
+        """A process group of the ranks `members`, None on other ranks; every rank calls it.
+
+        torch gives a new group its own default timeout, not that of the world.
+        """
+        group = dist.new_group(list(members), timeout=self.timeout)
+        return group if isinstance(group, dist.ProcessGroup) and self.rank in members else None
 
     def sum(self, values: Tensor) -> Tensor:
         """The sum of `values` over all ranks, on the host (every world carries host tensors)."""

@@ -73,6 +73,11 @@ class Loader:
         )
 
     @property
+    def fingerprint(self) -> str:
+        """That of the corpus: equal for equal tokens, wherever they lie."""
+        return self._corpus.fingerprint
+
+    @property
     def num_train_samples(self) -> int:
         """Windows in one epoch."""
         return self._num_windows(self._training)

@@ -141,6 +141,9 @@ def tokenize(
                     max_bad_lines=max_bad_lines,
                     on_progress=on_progress,
                 )
+                if done.num_tokens == 0:
+                    shutil.rmtree(draft)
+                    raise _no_documents(inputs, done)
                 manifest = _describe(writer, draft, done, opened, tokenizer)
             summary = _summary(out, draft, manifest, done, start)
             _publish(draft, out, manifest)
@@ -298,15 +301,18 @@ def _write(
             on_progress(done)
     finally:
         _save(draft, done, writer)
-    if done.num_tokens == 0:
-        shutil.rmtree(draft)
-        raise RequestError(
-            "data.no_documents",
-            what="no document came out",
-            found=f"{done.num_empty} empty and {done.num_bad} bad of {done.records}",
-            wanted="at least 1 document with text",
-        )
     return done
+
+
+def _no_documents(inputs: Sequence[str], done: Progress) -> RequestError:
+    more = ", ..." if len(inputs) > 3 else ""
+    return RequestError(
+        "data.no_documents",
+        what="no document came out",
+        found=f"{done.num_empty} empty and {done.num_bad} bad of {done.records}",
+        wanted="at least 1 document with text",
+        where=", ".join(inputs[:3]) + more,
+    )
 
 
 def _save(draft: Path, done: Progress, writer: CorpusWriter) -> None:

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from pith.arch import Architecture
@@ -72,7 +71,7 @@ def build(recipe: Recipe, world: World, *, headers: bool = False) -> Model:
         first_expert=0,
     )
     stages = _build_stages(recipe, table, rank, parts=parts, device=world.device)
-    tied = _tie(recipe.architecture, table, stages, rank, pipeline)
+    tied = _tie(recipe.architecture, table, stages, pipeline, world)
     named = canonical_parameters(stages, tied)
     parameters = Parameters(named, weights=weights, tied=tied)
     specs = {spec.name: spec for spec in recipe.architecture.parameters()}
@@ -161,21 +160,22 @@ def _tie(
     architecture: Architecture,
     table: Table,
     stages: Mapping[int, Stage],
-    rank: int,
     pipeline: tuple[int, ...],
+    world: World,
 ) -> Tied | None:
     """Join embedding and head where the model ties them. Opens a group when two ranks hold them."""
     if not architecture.tie_word_embeddings:
         return None
     place = table.placement
-    ends = (place.rank(0), place.rank(place.num_stages - 1))
-    group = dist.new_group([pipeline[end] for end in ends]) if ends[0] != ends[1] else None
+    first_rank, last_rank = place.rank(0), place.rank(place.num_stages - 1)
+    apart = first_rank != last_rank
+    group = world.group([pipeline[first_rank], pipeline[last_rank]]) if apart else None
     first, last = stages.get(0), stages.get(place.num_stages - 1)
     embedding = first.get_parameter(EMBEDDING) if first is not None else None
     if last is not None and embedding is not None:
         last.tie_to(embedding)
     head = last.get_parameter(HEAD) if last is not None else None
-    return Tied(embedding, head, group if rank in ends else None)
+    return Tied(embedding, head, group)
 
 
 def _borrowed(tied: Tied | None) -> frozenset[str]:
@@ -213,6 +213,5 @@ def _connect(
         staged=world.staged,
         headers=headers,
     )
-    warm_on = torch.device("cpu") if world.staged else world.device
-    groups = open_channels(channels(table), pipeline=pipeline, warm_on=warm_on)
+    groups = open_channels(channels(table), pipeline=pipeline, world=world)
     return Transport(wire, rank=rank, pipeline=pipeline, groups=groups)

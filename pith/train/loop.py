@@ -6,6 +6,7 @@ import statistics
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -38,14 +39,17 @@ def run(job: Job) -> Summary | None:
     serve, RunFailedError when the run goes wrong.
     """
     recipe = Recipe.parse(job.recipe_toml)
-    world = World.joined(_device(job), backend=job.backend)
+    world = World.joined(
+        _device(job), backend=job.backend, timeout=timedelta(seconds=job.timeout_s)
+    )
     if recipe.training.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS asks for it
     torch.use_deterministic_algorithms(recipe.training.deterministic)
     if world.rank == 0:
         begin(_weights_folder(job, recipe)).rmdir()  # refused now, not after the last step
     world.agree("recipe", job.recipe_toml)
-    loader = open_data(recipe, world, work_dir=Path(job.run_dir))
+    loader = open_data(recipe, work_dir=Path(job.run_dir), verify=world.rank == 0)
+    world.agree("corpus", loader.fingerprint)
     trainer = Trainer(recipe, world, build(recipe, world, headers=job.debug))
     with ExitStack() as stack:
         log = stack.enter_context(Log(job, recipe, world))
@@ -55,17 +59,12 @@ def run(job: Job) -> Summary | None:
         return _finish(job, trainer, log, validation)
 
 
-def open_data(recipe: Recipe, world: World, *, work_dir: Path) -> Loader:
+def open_data(recipe: Recipe, *, work_dir: Path, verify: bool) -> Loader:
     """The run's data, checked before the first step. Raises RequestError where it cannot serve.
 
-    Rank 0 goes ahead: it alone tokenizes a text and reads all of a corpus against its checksums.
+    A text is tokenized under `work_dir`, once. `verify` reads a whole corpus against its checksums.
     """
-    if world.rank != 0:
-        world.barrier()
-    corpus = prepare(recipe.data.corpus, work_dir=work_dir / "corpus", verify=world.rank == 0)
-    if world.rank == 0:
-        world.barrier()
-    world.agree("corpus", corpus.fingerprint)
+    corpus = prepare(recipe.data.corpus, work_dir=work_dir / "corpus", verify=verify)
     corpus.check_vocabulary(recipe.architecture.vocab_size)
     loader = Loader(
         corpus,

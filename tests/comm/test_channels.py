@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pith.comm.channels import Transport, Wire, open_channels
+from pith.comm.world import World
 from pith.schedule.lower import Message
 from pith.schedule.table import Kind
 
@@ -29,7 +30,7 @@ def connect(
     wire: Wire, pairs: tuple[tuple[int, int], ...], pipeline: tuple[int, ...]
 ) -> tuple[Transport, int]:
     """The transport of this rank and its place in the pipeline."""
-    groups = open_channels(pairs, pipeline=pipeline, warm_on=CPU)
+    groups = open_channels(pairs, pipeline=pipeline, world=World.joined(CPU))
     rank = pipeline.index(dist.get_rank())
     return Transport(wire, rank=rank, pipeline=pipeline, groups=groups), rank
 

@@ -58,6 +58,15 @@ def test_a_killed_rank_ends_the_run_in_one_line(command: Any, site: str, rank: i
     assert (report["ok"], report["exit"], report["error"]["code"]) == (False, 1, "run.rank-lost")
 
 
+def test_a_rank_that_hangs_is_named_once_the_others_have_waited_long_enough(command: Any) -> None:
+    run = command.train("--inject-fault", "hang:forward:1:2", "--timeout", "5")
+
+    assert_ended(run, status=1)
+    assert 5 <= run.seconds_after_last_step < 5 + 15
+    error = errors_of(run)[0]
+    assert error.startswith("error: a rank stopped answering: rank 1 at step 2, slot F")
+
+
 def test_a_step_that_is_not_finite_stops_the_run_and_saves_nothing(command: Any) -> None:
     run = command.train("--json", settings={"optimizer.lr": 1e38})
 
@@ -208,7 +217,7 @@ def test_a_text_that_gives_no_tokens_is_refused(
 
     run = command.train(settings={"data.corpus": text})
 
-    assert_refused(run, words)
+    assert_refused(run, name, words)
     assert [path.name for path in tmp_path.iterdir()] == ([] if content is None else [name])
 
 
