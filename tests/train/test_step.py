@@ -212,27 +212,39 @@ def test_a_batch_in_which_nothing_counts_has_loss_and_gradient_zero_and_only_dec
 
 
 def plant(trainer: Trainer, rank: int, place: str, value: float) -> Any:
-    """Put `value` into a weight of `rank` now, or into a gradient once its last slot begins."""
+    """Put `value` into a weight of `rank` now, or into a gradient or the loss of the next step."""
     world, model = trainer.world, trainer.model
     if world.rank != rank:
         return lambda text: None
     stage = next(iter(model.stages.values()))
     named = dict(stage.named_parameters())
     name = next(name for name in named if name.endswith("input_layernorm.weight"))
-    if place == "weight":
-        model.parameters.masters[name].view(-1)[5] = value
-        return lambda text: None
-    sink = next(iter(stage.layers.values())).parts.sink
     last = slot_text(model.table.rows[world.rank][-1])
     ruined = torch.zeros_like(named[name])
     ruined.view(-1)[5] = value
-    return lambda text: sink.add(named[name], ruined) if text == last else None
+
+    def watch(text: str) -> None:
+        if place == "gradient" and text == last:
+            next(iter(stage.layers.values())).parts.sink.add(named[name], ruined)
+        if place == "loss" and text == "optimizer":
+            del stage.loss  # the sound one comes to light again
+
+    if place == "weight":
+        model.parameters.masters[name].add_(ruined)
+    if place == "loss":
+        sound = stage.loss
+        stage.loss = lambda carry, labels_BS: sound(carry, labels_BS) + value
+    return watch
 
 
 FAULTS = [
-    (rank, place, value)
-    for rank in (0, 1)
-    for place, value in (("weight", math.nan), ("gradient", math.nan), ("gradient", math.inf))
+    (0, "weight", math.nan),
+    (1, "weight", math.nan),
+    (0, "gradient", math.nan),
+    (1, "gradient", math.nan),
+    (0, "gradient", math.inf),
+    (1, "gradient", -math.inf),
+    (1, "loss", math.inf),  # with gradients that are finite on every rank
 ]
 
 
@@ -262,7 +274,7 @@ def step_over_faults() -> dict[Any, dict[str, Any]]:
     return found
 
 
-def test_a_weight_or_gradient_that_is_not_finite_on_one_rank_moves_no_rank(run_ranks):
+def test_a_weight_gradient_or_loss_that_is_not_finite_on_one_rank_moves_no_rank(run_ranks):
     for found in run_ranks(2, step_over_faults):
         for (rank, place, value), seen in found.items():
             label = f"{place} {value} on rank {rank}"
@@ -270,10 +282,8 @@ def test_a_weight_or_gradient_that_is_not_finite_on_one_rank_moves_no_rank(run_r
             assert seen["finite"] is False, label
             assert seen["kept"] is True, f"{label}: weights, moments or counts moved"
             assert seen["recovered"] is True, f"{label}: the step left something behind"
-            if place == "gradient":
-                assert seen["faulty"] == (rank,), label
-            else:
-                assert rank in seen["faulty"], label
+            # A weight that is not finite spreads forward and backward through the pipeline.
+            assert seen["faulty"] == ((0, 1) if place == "weight" else (rank,)), label
 
 
 def bad_batches(trainer: Trainer, bad: set[int]) -> Iterator[Batch]:
