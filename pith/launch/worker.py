@@ -89,6 +89,8 @@ def _join_group(job: Job) -> None:
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
     torch.cuda.set_device(device)
     if job.backend == "nccl":
+        # The warning asks for groups of their own for pipeline messages, which they have.
+        os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
         dist.init_process_group("cpu:gloo,cuda:nccl", timeout=timeout, device_id=device)
     else:
         dist.init_process_group("cpu:gloo,cuda:gloo", timeout=timeout)

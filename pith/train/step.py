@@ -2,7 +2,7 @@
 
 import math
 import resource
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -17,6 +17,8 @@ from pith.layer.protocol import Context
 from pith.train.build import Model
 from pith.train.learning_rate import learning_rate
 from pith.train.optim import clip_coefficient, set_learning_rate
+
+NORM_PIECE = 1 << 16  # elements
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +74,7 @@ class Trainer:
         micro_batches = self._micro_batches(batch, balance_per_token=scale, meter=meter)
         execution = model.training.run(micro_batches, watch=watch)
         grads = model.parameters.reduce(scale=1.0 / max(1, num_counted))
-        squares = _sum_of_squares({name: grads[name] for name in model.owned})
+        squares = sum_of_squares([grads[name] for name in sorted(model.owned)])
         totals = self._totals(_sum_losses(execution.losses), squares, meter)
         grad_norm = math.sqrt(totals.squares) if totals.squares >= 0 else math.nan
         lr = self._learning_rate(index)
@@ -194,9 +196,19 @@ def _sum_losses(losses: Mapping[int, Tensor]) -> float:
     return float(stacked.double().sum())
 
 
-def _sum_of_squares(grads: Mapping[str, Tensor]) -> float:
-    """The squared L2 norm of this rank's own gradients."""
-    if not grads:
+def sum_of_squares(grads: Sequence[Tensor]) -> float:
+    """The squared L2 norm of `grads` together, right to float32 rounding at any size.
+
+    torch's CPU norm adds one element after another in float32, and is 1 % short at 1e8 of them:
+    there the sum is taken over pieces.
+    """
+    pieces = [
+        piece
+        for grad in grads
+        for piece in (
+            torch.split(grad.flatten(), NORM_PIECE) if grad.device.type == "cpu" else (grad,)
+        )
+    ]
+    if not pieces:
         return 0.0
-    norms = torch.stack(torch._foreach_norm([grads[name] for name in sorted(grads)]))
-    return float(norms.double().square().sum())
+    return float(torch.stack(torch._foreach_norm(pieces)).double().square().sum())

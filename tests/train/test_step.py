@@ -20,7 +20,7 @@ from pith.run.job import Job
 from pith.schedule.table import slot_text
 from pith.train import loop
 from pith.train.build import build
-from pith.train.step import StepResult, Trainer
+from pith.train.step import StepResult, Trainer, sum_of_squares
 from tests.train.one_piece import Weights, initial, whole_batch
 from tests.train.test_layouts import CPU, engine_step, random_batch, recipe
 
@@ -430,3 +430,11 @@ def test_bfloat16_computes_on_copies_of_float32_masters_and_stays_near_float32()
         assert torch.equal(copy.detach(), master.bfloat16()), f"{name} is out of date"
         assert not torch.equal(copy.detach().float(), master), f"{name} lost its master"
         assert sink.main_grad(copy).dtype == torch.float32
+
+
+def test_the_gradient_norm_is_right_for_tensors_of_many_elements() -> None:
+    grad = torch.randn(30_000_000, generator=torch.Generator().manual_seed(0))
+    exact = sum(float(piece.double().square().sum()) for piece in grad.split(1 << 20))
+
+    assert sum_of_squares([grad[:7], grad[7:]]) == pytest.approx(exact, rel=1e-6)
+    assert float(grad.norm()) ** 2 != pytest.approx(exact, rel=1e-6), "the plain norm would do"

@@ -23,9 +23,10 @@ import torch
 
 TOLERANCE = 5e-3
 SEQUENCES, LENGTH = 4, 1024
+SHORT = ["--set=training.precision=float32", "--set=optimizer.warmup_steps=1"]
 RUNS = {
-    "cpu float32": ["--device=cpu", "--set=training.precision=float32", "--set=training.steps=1"],
-    "gpu float32": ["--device=cuda", "--set=training.precision=float32", "--set=training.steps=2"],
+    "cpu float32": ["--device=cpu", *SHORT, "--set=training.steps=1"],
+    "gpu float32": ["--device=cuda", *SHORT, "--set=training.steps=2"],
     "gpu bfloat16": ["--device=cuda"],
     "gpu bfloat16, 2 ranks": ["--device=cuda", "--backend=gloo", "--set=parallel.pp=2"],
 }
