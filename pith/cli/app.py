@@ -22,6 +22,7 @@ INTERRUPTED = 130
 
 def main() -> None:
     """The console script."""
+    _occupy_closed()
     status = run(sys.argv[1:])
     if status and environment.joined(os.environ):
         # Its peers may be gone: a rank of a failed job leaves without draining its collectives.
@@ -29,6 +30,17 @@ def main() -> None:
         sys.stderr.flush()
         os._exit(status)
     sys.exit(status)
+
+
+def _occupy_closed() -> None:
+    """Let standard files that came closed lead nowhere, before another file takes their number."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)
+    if sys.stderr is None:
+        sys.stderr = os.fdopen(2, "w")
 
 
 def run(args: Sequence[str]) -> int:
@@ -87,7 +99,7 @@ def _options(
 def _fail(error: PithError, words: Sequence[str], *, debug: bool) -> int:
     """Print `error` as its kind asks, in JSON too where that was asked for."""
     report = Report.of_error(_verb(words), error)
-    if "--json" in words:
+    if "--json" in words and error.code != output.UNPRINTED:
         output.emit(report, json=True, out=None, text="")
     output.say(output.failure_text(error, debug=debug))
     return error.exit_status

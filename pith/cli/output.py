@@ -1,5 +1,6 @@
 """How every command answers: JSON on stdout, words on stderr, the exit status from the report."""
 
+import errno
 import os
 import sys
 import traceback
@@ -13,6 +14,8 @@ from pith.errors import PithError, RequestError
 from pith.launch.failures import RankFailedError
 from pith.report import Report
 
+UNPRINTED = "output.stdout"  # the code of the error that stdout cannot carry
+
 
 def emit(report: Report, *, json: bool, out: Path | None, text: str) -> None:
     """Answer with `report`: `text` for people, one JSON object on stdout for programs.
@@ -23,11 +26,30 @@ def emit(report: Report, *, json: bool, out: Path | None, text: str) -> None:
     if text:
         say(text)
     line = report.json() + "\n"
-    if json:
-        sys.stdout.write(line)
-        sys.stdout.flush()
     if out is not None:
         write_whole(out, text=line)
+    if json:
+        _print(line)
+
+
+def _print(line: str) -> None:
+    """Write to stdout. Raises RequestError where it is closed or takes nothing more."""
+    try:
+        if sys.stdout is None:
+            raise OSError(errno.EBADF, "it is closed")
+        sys.stdout.write(line)
+        sys.stdout.flush()
+    except OSError as error:
+        # What is still buffered would fail once more when the interpreter ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        raise RequestError(
+            UNPRINTED,
+            what="the report cannot be printed",
+            found=error.strerror or str(error),
+            wanted="a stdout that takes it",
+            where="stdout",
+            next_step="write it with --out FILE",
+        ) from error
 
 
 def say(text: str) -> None:

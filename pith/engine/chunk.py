@@ -74,9 +74,7 @@ def backward_chunk(
         else:
             weights.store_fresh(*split)
 
-    flowing: tuple[Tensor | None, ...] = grads
-    if tape.segments:
-        flowing = tape.backward(grads)
+    flowing = tape.backward(grads)
     for layer in reversed(_layers(stage)):
         summed, *residual = flowing
         combine = layer.combine_backward(_present(summed))

@@ -30,7 +30,7 @@ def entry(train: Train, job: Job) -> Summary | None:
     # A forked child inherits handlers that raise in Python, which a blocked collective never runs.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_DFL)
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # stdout belongs to the report of the parent
+    os.dup2(2, 1)  # stdout belongs to the report of the parent
     if job.device == "cpu" and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(threads(int(os.environ["LOCAL_WORLD_SIZE"])))
     rank = int(os.environ["RANK"])

@@ -132,3 +132,20 @@ def test_an_interrupt_is_exit_130(monkeypatch):
     fail_with(monkeypatch, KeyboardInterrupt())
 
     assert run(["train"]) == 130
+
+
+@pytest.mark.parametrize(("stdout", "cause"), [("/dev/full", "No space left"), ("&-", "closed")])
+def test_a_stdout_that_takes_no_report_is_one_line_and_exit_2(stdout, cause):
+    command = f"{sys.executable} -m pith.cli recipe schema --json >{stdout}"
+    done = subprocess.run(["bash", "-c", command], stderr=subprocess.PIPE, text=True, check=False)
+    error = [line for line in done.stderr.splitlines() if line.startswith("error")]
+    assert (done.returncode, len(error)) == (2, 1), done.stderr
+    assert cause in error[0]
+    assert "Traceback" not in done.stderr
+
+
+def test_a_closed_stderr_does_not_keep_the_report_back():
+    command = f"{sys.executable} -m pith.cli recipe list --json 2>&-"
+    done = subprocess.run(["bash", "-c", command], stdout=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == 0
+    assert json.loads(done.stdout)["ok"]
