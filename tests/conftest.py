@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo  # the first optimizer step imports it: once here, not in every rank
 import torch.distributed as dist
 
 torch.set_num_threads(1)

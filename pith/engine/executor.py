@@ -62,6 +62,7 @@ class Executor:
             execution.slots.append(_executed(execution.begun))
         self._transport.flush()
         assert not self._tapes, "the row ended with forwards that no backward used"
+        self._weights.assert_all_ran()
         assert not self._local, "the row ended with results that nobody took"
         return execution
 

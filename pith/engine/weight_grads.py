@@ -30,10 +30,14 @@ class WeightGrads:
 
     def zero(self) -> None:
         """Forget what was accumulated, keeping the buffers."""
-        assert not self._fresh, "a backward left weight gradients that were neither run nor kept"
-        assert not self._stored, f"weight gradients kept and never run: {sorted(self._stored)}"
+        self.assert_all_ran()
         if self._main:
             torch._foreach_zero_([main for _, main in self._main.values()])
+
+    def assert_all_ran(self) -> None:
+        """Nothing that a backward left behind still waits."""
+        assert not self._fresh, "a backward left weight gradients that were neither run nor kept"
+        assert not self._stored, f"weight gradients kept and never run: {sorted(self._stored)}"
 
     def add(self, parameter: Tensor, grad: Tensor) -> None:
         with torch.no_grad():
