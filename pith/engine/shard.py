@@ -59,7 +59,8 @@ class Parameters:
         """The finished gradients by canonical name, times `scale`, set on the masters."""
         self._sum_tied()
         grads = {name: self._weights.main_grad(p) for name, p in self._compute.items()}
-        torch._foreach_mul_(list(grads.values()), scale)
+        if grads:  # a rank may hold empty stages only
+            torch._foreach_mul_(list(grads.values()), scale)
         for name, grad in grads.items():
             self.masters[name].grad = grad
         return grads

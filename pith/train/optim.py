@@ -42,7 +42,6 @@ def build_optimizer(
     groups = [
         {"params": params, "weight_decay": decay}
         for params, decay in ((decayed, weight_decay), (plain, 0.0))
-        if params
     ]
     return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps, fused=True)
 

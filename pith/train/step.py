@@ -140,7 +140,7 @@ class Trainer:
     def _update(self, grads: Mapping[str, Tensor], grad_norm: float, lr: float) -> None:
         clip = self.recipe.training.clip
         coefficient = clip_coefficient(grad_norm, clip) if clip else 1.0
-        if coefficient != 1.0:
+        if coefficient != 1.0 and grads:
             torch._foreach_mul_(list(grads.values()), coefficient)
         set_learning_rate(self.model.optimizer, lr)
         self.model.optimizer.step()

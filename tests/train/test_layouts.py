@@ -211,3 +211,33 @@ def test_a_tied_head_is_one_weight_on_loop_and_v_placements(run_ranks: Any, pp: 
         case = recipe(pp=pp, schedule=schedule, micro_batches=3, tie_word_embeddings=True)
         results = [outcome[schedule] for outcome in outcomes]
         assert_same_step(results, case, random_batch(6), label=f"tied {schedule}")
+
+
+ONE_LAYER = {"num_hidden_layers": 1, "mlp_only_layers": []}
+
+
+def empty_cases(pp: int) -> dict[str, Any]:
+    return {
+        "gpipe": engine_step(
+            recipe(pp=pp, schedule="gpipe", micro_batches=3, **ONE_LAYER),
+            random_batch(6),
+        ),
+        "zbv": engine_step(all_on_rank_0(), random_batch(6)),
+    }
+
+
+def all_on_rank_0() -> Recipe:
+    """Stages 0 and 5 of a V hold everything; ranks 1 and 2 own no parameter."""
+    case = recipe(pp=3, schedule="zbv", micro_batches=3, tie_word_embeddings=True)
+    layers = (2, 0, 0, 0, 0, 4)
+    parallel = case.parallel.model_copy(update={"layers_per_stage": layers})
+    return case.model_copy(update={"parallel": parallel})
+
+
+def test_ranks_that_own_no_parameter_pass_the_carry_on(run_ranks: Any) -> None:
+    outcomes = run_ranks(3, empty_cases, 3)
+    one_layer = recipe(pp=3, schedule="gpipe", micro_batches=3, **ONE_LAYER)
+    for key, case in (("gpipe", one_layer), ("zbv", all_on_rank_0())):
+        results = [outcome[key] for outcome in outcomes]
+        assert not all(share for _, share in results), "every rank owns something"
+        assert_same_step(results, case, random_batch(6), label=f"empty ranks {key}")
