@@ -60,7 +60,9 @@ def whole_batch(recipe: Recipe, weights: Weights, batch: Batch) -> Whole:
         dtype=torch.float64,
         device="cpu",
     )
-    model.load_state_dict(weights)
+    model.load_state_dict(weights, strict=not arch.tie_word_embeddings)
+    if arch.tie_word_embeddings:
+        model.lm_head.weight = model.embed_tokens.weight
     routed: dict[int, tuple[Tensor, Tensor]] = {}
     for number, layer in enumerate(model.layers.values()):
         if hasattr(layer.mlp, "gate"):

@@ -8,18 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from pith.comm.exchange import LocalExchange
 from pith.comm.world import World
 from pith.config import Recipe
 from pith.data.loader import NOT_COUNTED, Batch
-from pith.layer.protocol import Context, Parts
-from pith.models.qwen3 import Qwen3Stage
-from pith.ops import choose
 from pith.schedule.build import SCHEDULES
 from pith.schedule.table import slot_text
-from pith.train.build import DTYPES, build
-from pith.train.initial import fill
-from pith.train.step import RoutingMeter, StepResult, Trainer
+from pith.train.build import build
+from pith.train.step import StepResult, Trainer
+from tests.train.one_piece import initial, whole_batch
 
 CPU = torch.device("cpu")
 SIZES = {
@@ -78,43 +74,6 @@ def random_batch(num_sequences: int, *, seed: int = 0) -> Batch:
     return Batch(tokens_NS, labels_NS, np.arange(num_sequences))
 
 
-def plain_step(recipe: Recipe, batch: Batch) -> tuple[float, dict[str, Tensor]]:
-    """Loss and gradients of the step by plain autograd on one process: no engine, no schedule."""
-    arch, dtype = recipe.architecture, DTYPES[recipe.training.precision]
-    parts = Parts(choose("cpu"), LocalExchange(), None, arch.num_experts, 0)
-    model = Qwen3Stage(
-        arch,
-        range(arch.num_layers),
-        is_first=True,
-        is_last=True,
-        parts=parts,
-        dtype=dtype,
-        device=CPU,
-    )
-    named = dict(model.named_parameters())
-    for spec in arch.parameters():
-        fill(named[spec.name].data, spec, seed=recipe.training.seed)
-    if arch.tie_word_embeddings:
-        model.lm_head.weight = model.embed_tokens.weight
-    counted = int((batch.labels_NS != NOT_COUNTED).sum())
-    size, length = recipe.training.micro_batch_size, batch.tokens_NS.shape[1]
-    scale = recipe.balance_coefficient * size * length * counted / batch.tokens_NS.size
-    cos, sin = model.rotary(torch.arange(length)[None])
-    total = torch.zeros((), dtype=dtype)
-    for row in range(0, len(batch.tokens_NS), size):
-        tokens_BS, labels_BS = (
-            torch.from_numpy(array[row : row + size])
-            for array in (batch.tokens_NS, batch.labels_NS)
-        )
-        carry = model.embed(tokens_BS)
-        for layer in model.layers.values():
-            carry = layer(carry, Context(cos, sin, scale, RoutingMeter()))
-        total = total + model.loss(carry, labels_BS)
-    total.backward()  # the balance loss rides along in the scale of loss sums
-    grads = {name: p.grad / max(1, counted) for name, p in model.named_parameters()}
-    return float(total.detach()) / max(1, counted), grads
-
-
 def engine_step(recipe: Recipe, batch: Batch) -> tuple[StepResult, dict[str, Tensor]]:
     """The same step through the production code, as this rank's share of it."""
     world = World.joined(CPU)
@@ -137,7 +96,8 @@ def engine_step(recipe: Recipe, batch: Batch) -> tuple[StepResult, dict[str, Ten
 def assert_same_step(
     results: list[tuple[StepResult, dict[str, Tensor]]], recipe: Recipe, batch: Batch, *, label: str
 ) -> None:
-    loss, grads = plain_step(recipe, batch)
+    whole = whole_batch(recipe, initial(recipe), batch)
+    loss, grads = whole.loss, whole.grads
     found: dict[str, Tensor] = {}
     for result, share in results:
         assert result.loss == pytest.approx(loss, rel=1e-6), label
