@@ -8,9 +8,9 @@ num_layers, num_parameters, flops_share}], learning_rate [{name, first, last, st
 warnings [text].
 """
 
+import os
 from collections.abc import Iterator
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from pith.config import Recipe
@@ -48,7 +48,7 @@ def _warnings(recipe: Recipe, world_size: int | None) -> Iterator[str]:
     for fault in recipe.not_trainable_yet(world_size):
         yield str(fault)
     corpus = recipe.data.corpus
-    if corpus != "embedded" and not Path(corpus).exists():
+    if corpus != "embedded" and not os.path.exists(corpus):
         yield f"data.corpus: nothing at {corpus!r}; training needs --set data.corpus=PATH"
     if ignored := recipe.architecture.ignored:
         yield f"model.fields: not known and not read: {', '.join(ignored)}"
@@ -135,8 +135,8 @@ def _stage_line(stage: StagePlan) -> str:
 
 def _short(number: float) -> str:
     """A count in three digits and the prefix of its size: "30.5 G", "4.04 M"."""
-    prefixes = iter("kMGTPE")
-    prefix = ""
-    while number >= 999.5:
-        number, prefix = number / 1000, next(prefixes)
-    return f"{number:.3g} {prefix}"
+    prefixes = ("", *"kMGTPEZYRQ")
+    size = 0
+    while number >= 999.5 and size < len(prefixes) - 1:
+        number, size = number / 1000, size + 1
+    return f"{number:.3g} {prefixes[size]}"

@@ -28,10 +28,15 @@ def fault(tables: type[Section], entry: ErrorDetails) -> Fault:
             nearest = _similar_keys(tables, where)
             return Fault(where, "an unknown key", "a key of the recipe", nearest)
         case "model_type":
-            return Fault(where, repr(entry["input"]), "a table")
+            return Fault(where, _shown(entry["input"]), "a table")
         case _:
             wanted = entry["msg"].removeprefix("Input should be ")
-            return Fault(where, repr(entry["input"]), wanted, _suggestions(tables, entry))
+            return Fault(where, _shown(entry["input"]), wanted, _suggestions(tables, entry))
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 100 else f"{text[:80]}... ({len(text)} characters)"
 
 
 def repair(tables: type[Section], raw: dict[str, Any], entry: ErrorDetails) -> None:
@@ -66,7 +71,7 @@ def _example(tables: type[Section], entry: ErrorDetails) -> Any:
     field = fields.get(rest[0] if rest else section)
     if field is None or (field.is_required() and not field.examples):
         return None
-    return field.examples[0] if field.examples else field.get_default()
+    return field.examples[0] if field.examples else field.get_default(call_default_factory=True)
 
 
 def _similar_keys(tables: type[Section], where: str) -> tuple[str, ...]:

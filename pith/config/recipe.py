@@ -215,7 +215,12 @@ def _layout_relations(
         faults = _faults_of(lambda: recipe.mesh(world_size))
         yield from faults
         if not faults and readable("training.global_batch_size", "training.micro_batch_size"):
-            yield from _faults_of(lambda: recipe.batch(world_size))
+            faults = _faults_of(lambda: recipe.batch(world_size))
+            yield from faults
+            if not faults and readable("parallel.schedule"):
+                yield from limits.table_size(
+                    recipe.schedule_name, pp=recipe.parallel.pp, batch=recipe.batch(world_size)
+                )
     lengths = ("optimizer.warmup_steps", "optimizer.decay_steps", "training.steps")
     if readable("optimizer.schedule", *lengths):
         yield from limits.learning_rate(

@@ -1,5 +1,6 @@
 """The tables of a recipe, each a frozen, strictly typed value."""
 
+import os
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
@@ -29,6 +30,15 @@ def _only_zero(value: float) -> float:
     return value
 
 
+def _file_name(path: str) -> str:
+    """What every file system takes: no control character, no part beyond 255 bytes."""
+    if not path.isprintable():
+        raise PydanticCustomError("file_name", "a path without control characters")
+    if max(map(len, os.fsencode(path).split(b"/"))) > 255 or len(os.fsencode(path)) >= 4096:
+        raise PydanticCustomError("file_name", "a path of names up to 255 bytes, 4095 in all")
+    return path
+
+
 def _known_schedule(name: str) -> str:
     if name not in SCHEDULE_NAMES:
         choices = ", ".join(f"'{choice}'" for choice in SCHEDULE_NAMES)
@@ -40,10 +50,11 @@ SCHEDULE_NAMES = ("auto", *SCHEDULES)
 Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
 Number = Annotated[int, Field(ge=0, le=2**31 - 1)]
 Seed = Annotated[int, Field(ge=0, le=2**63 - 1)]
-Positive = Annotated[float, Field(gt=0)]
+Positive = Annotated[float, Field(gt=0, le=1e38)]  # float32 holds it
+Weight = Annotated[float, Field(ge=0, le=1e6)]
 Ratio = Annotated[float, Field(ge=0, le=1)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
-Text = Annotated[str, Field(min_length=1)]
+PathText = Annotated[str, Field(min_length=1), AfterValidator(_file_name)]
 ScheduleName = Annotated[
     str, AfterValidator(_known_schedule), Field(json_schema_extra={"enum": list(SCHEDULE_NAMES)})
 ]
@@ -61,7 +72,7 @@ class ModelSection(Section):
     """The model. A file names `config`, a Hugging Face config.json beside it; `fields` changes
     single keys of it. A loaded recipe has everything in `fields`."""
 
-    config: Maybe[Text] = None
+    config: Maybe[PathText] = None
     fields: dict[str, JsonValue] | None = None
 
 
@@ -70,7 +81,7 @@ class DataSection(Section):
     share of documents held out; `packing` mask: a label across a document end is not counted;
     `epochs` bounds how often the corpus is read."""
 
-    corpus: Text = "embedded"
+    corpus: PathText = "embedded"
     validation: Annotated[float, Field(ge=0, le=0.5)] = 0.02
     packing: Literal["none", "mask"] = "none"
     seed: Seed = 0
@@ -117,7 +128,7 @@ class OptimizerSection(Section):
     lr: Annotated[Positive, Field(examples=[3e-4])]
     betas: Annotated[tuple[Beta, Beta], Strict(False)] = (0.9, 0.95)
     eps: Positive = 1e-8
-    weight_decay: Annotated[float, Field(ge=0)] = 0.1
+    weight_decay: Weight = 0.1
     schedule: Literal["constant", "cosine", "wsd"] = "constant"
     warmup_steps: Number = 0
     decay_steps: Number = 0
@@ -129,7 +140,7 @@ class BalanceSection(Section):
     """The load-balance loss of the router."""
 
     scope: Literal["sequence", "none"] = "sequence"
-    coefficient: Annotated[float, Field(ge=0)] = 0.001
+    coefficient: Weight = 0.001
     z_loss: NotBuilt = 0.0
     bias_update: NotBuilt = 0.0
 
@@ -137,7 +148,7 @@ class BalanceSection(Section):
 class CheckpointSection(Section):
     """Where the weights are saved; without `directory` in the run folder."""
 
-    directory: Maybe[Text] = None
+    directory: Maybe[PathText] = None
 
 
 class ValidationSection(Section):
@@ -151,4 +162,4 @@ class LogSection(Section):
     """A line every so many steps; run folders are made in `directory`."""
 
     every: Count = 1
-    directory: Text = "runs"
+    directory: PathText = "runs"

@@ -1,6 +1,7 @@
 """Where a recipe comes from: a shipped name or a file, single values changed, the model read."""
 
 import json
+import os
 import re
 import tomllib
 from collections.abc import Iterator, Sequence
@@ -12,6 +13,9 @@ from typing import Any
 
 from pith.errors import Fault, RequestError
 
+# Not UTF-8, not TOML or JSON, more digits than Python converts, brackets deeper than its stack.
+UNREADABLE = (ValueError, RecursionError)
+
 
 def shipped() -> tuple[str, ...]:
     """The names of the recipes that come with the package."""
@@ -22,9 +26,9 @@ def shipped() -> tuple[str, ...]:
 def read(name: str) -> tuple[dict[str, Any], Traversable]:
     """The raw tables of a recipe and the folder that it stands in."""
     source: Traversable = files("pith") / "recipes" / name / "recipe.toml"
-    if not re.fullmatch(r"[\w.-]+", name) or not source.is_file():
+    if name not in shipped():
         path = Path(name)
-        source = path / "recipe.toml" if path.is_dir() else path
+        source = path / "recipe.toml" if os.path.isdir(name) else path
     try:
         raw = tomllib.loads(source.read_bytes().decode())
     except OSError as error:
@@ -34,8 +38,8 @@ def read(name: str) -> tuple[dict[str, Any], Traversable]:
         raise RequestError(
             "recipe.not_found", what="no such recipe", next_step="pith recipe list", faults=(fault,)
         ) from error
-    except ValueError as error:  # not UTF-8, or not TOML
-        fault = Fault(str(source), str(error), "TOML in UTF-8")
+    except UNREADABLE as error:
+        fault = Fault(repr(str(source))[1:-1], str(error), "TOML in UTF-8")
         raise RequestError("recipe.unreadable", what=str(fault), faults=(fault,)) from error
     path = Path(str(source)).absolute()
     stem = path.parent.name if path.name == "recipe.toml" else path.stem
@@ -57,10 +61,13 @@ def override(raw: dict[str, Any], overrides: Sequence[str]) -> Iterator[Fault]:
         table: Any = raw
         for part in path[:-1]:
             table = table.setdefault(part, {}) if isinstance(table, dict) else None
-        if isinstance(table, dict):
-            table[path[-1]] = _toml_value(value.strip())
-        else:
+        if not isinstance(table, dict):
             yield Fault(key, "a key below a single value", "section.key=value")
+            continue
+        try:
+            table[path[-1]] = _toml_value(value.strip())
+        except UNREADABLE as error:
+            yield Fault(key, f"{value[:20]!r}... ({error})", "a TOML value or a bare word")
 
 
 def _toml_value(text: str) -> Any:
@@ -78,8 +85,9 @@ def resolve_model(raw: dict[str, Any], folder: Traversable) -> Iterator[Fault]:
         return
     source = folder / model.pop("config")
     try:
-        loaded = json.loads(source.read_bytes().decode(), parse_constant=_refuse_constant)
-    except (OSError, ValueError) as error:
+        text = source.read_bytes().decode()
+        loaded = without_nulls(json.loads(text, parse_constant=_refuse_constant))
+    except (OSError, *UNREADABLE) as error:
         cause = error.strerror if isinstance(error, OSError) else str(error)
         yield Fault("model.config", f"{source} ({cause})", "a Hugging Face config.json")
         return
@@ -87,7 +95,7 @@ def resolve_model(raw: dict[str, Any], folder: Traversable) -> Iterator[Fault]:
         yield Fault("model.config", f"{source} (no object)", "a Hugging Face config.json")
         return
     changes = model.get("fields", {})
-    model["fields"] = without_nulls(loaded) | changes if isinstance(changes, dict) else changes
+    model["fields"] = loaded | changes if isinstance(changes, dict) else changes
 
 
 def without_nulls(value: Any) -> Any:

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 
 from pith.arch.fields import nearest_divisors
 from pith.errors import Fault, RequestError
+from pith.plan.batch import Batch
 from pith.plan.placement import split_layers
 from pith.schedule import build
 
@@ -15,6 +16,9 @@ from pith.schedule import build
 BYTE_VOCABULARY = 257
 # Embedding and head may stand alone on a stage; any other stage without a layer is idle.
 MAX_EMPTY_STAGES = 2
+# A table of stages x (micro-batches + stages) cells is built and drawn within seconds up to here;
+# the second part counts the slots that fill and drain the pipeline.
+MAX_CELLS = 10_000
 
 
 def experts(num_experts: int, *, ep: int) -> Iterator[Fault]:
@@ -65,6 +69,27 @@ def stages(
             split_layers([0.0] * num_layers, num_stages=count, explicit=layers_per_stage)
         except RequestError as error:
             yield from error.faults
+
+
+def table_size(schedule: str, *, pp: int, batch: Batch) -> Iterator[Fault]:
+    """The schedule's table is small enough to be built and drawn within seconds."""
+    per_rank = build.num_stages(schedule, pp=1)
+    most = _most_micro_batches(pp * per_rank)
+    if most < 1:
+        largest = next(n for n in range(MAX_CELLS, 0, -1) if _most_micro_batches(n * per_rank) >= 1)
+        wanted = f"at most {largest} with schedule {schedule}: the table would be too large"
+        yield Fault("parallel.pp", f"{pp} ({pp * per_rank} stages)", wanted, (str(largest),))
+    elif batch.num_micro_batches > most:
+        found = f"{batch.global_batch_size} ({batch.num_micro_batches} micro-batches)"
+        wanted = (
+            f"at most {most} micro-batches on {pp * per_rank} stages: else the table is too large"
+        )
+        nearest = str(most * batch.micro_batch_size * batch.data_ranks)
+        yield Fault("training.global_batch_size", found, wanted, (nearest,))
+
+
+def _most_micro_batches(num_stages: int) -> int:
+    return MAX_CELLS // num_stages - num_stages
 
 
 def learning_rate(

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from pith.cli.dry_run import dry_run
+from pith.cli.dry_run import _short, dry_run
 from pith.config import Recipe, shipped
 from pith.errors import RequestError
 
@@ -62,3 +62,13 @@ def test_what_training_would_refuse_is_a_warning():
 def test_a_world_that_does_not_fit_is_refused():
     with pytest.raises(RequestError, match="multiple of pp"):
         dry_run(Recipe.load("tiny-moe"), world_size=3)
+
+
+def test_a_model_larger_than_any_prefix_still_has_a_plan():
+    largest = 2**31 - 1
+    fields = [f"model.fields.{name}={largest}" for name in ("hidden_size", "vocab_size")]
+    data, text = dry_run(Recipe.load("tiny-moe", [*fields, "training.sequence_length=2"]))
+    assert data["model"]["num_parameters"] > largest**2
+    assert " Z" in text or " E" in text
+    assert _short(10**40) == "1e+10 Q"
+    assert [_short(n) for n in (0, 999, 999_600, 4_040_000)] == ["0 ", "999 ", "1 M", "4.04 M"]

@@ -101,7 +101,67 @@ def test_an_unknown_name_lists_what_is_shipped():
     assert error.next_step == "pith recipe list"
 
 
-@pytest.mark.parametrize("content", [b"[model", b"\xff\xfe", b"a = 1\na = 2\n"])
+DIGITS, BRACKETS = "9" * 5000, "[" * 3000
+
+
+@pytest.mark.parametrize(
+    ("override", "where"),
+    [
+        (f"training.steps={DIGITS}", "training.steps"),
+        (f"training.steps={BRACKETS}", "training.steps"),
+        ('data.corpus="a\\u0000b"', "data.corpus"),
+        ('checkpoint.directory="a\\u0000b"', "checkpoint.directory"),
+        ('log.directory="a\\u001bb"', "log.directory"),
+        (f"data.corpus={'A' * 300}", "data.corpus"),
+        (f"log.directory={'a/' * 3000}", "log.directory"),
+        (f"model.config={'A' * 300}", "model.config"),
+        ("balance.coefficient=1e300", "balance.coefficient"),
+        ("training.clip=1e300", "training.clip"),
+        ("optimizer.weight_decay=1e300", "optimizer.weight_decay"),
+        ("operators=3", "operators"),
+    ],
+    ids=lambda value: value[:24],
+)
+def test_a_value_that_nothing_can_take_is_one_short_fault(override, where):
+    fault = faults_of(SOUND, override)[where]
+    assert "Undefined" not in str(fault)
+    assert str(fault).isprintable()
+    assert len(str(fault)) < 500
+
+
+def test_a_rate_that_float32_still_holds_is_allowed():
+    assert Recipe.load(SOUND, ["optimizer.lr=1e38"]).optimizer.lr == 1e38
+
+
+@pytest.mark.parametrize("name", ["A" * 300, "a\0b", "a/" * 3000, "", "."])
+def test_a_name_that_can_be_no_file_is_refused(name):
+    assert refused(name).exit_status == 2
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zbv", "dualpipev"])
+@pytest.mark.parametrize("pp", [1, 2])
+def test_a_table_too_large_to_draw_is_refused_with_the_largest(schedule, pp):
+    layout = [f"parallel.schedule={schedule}", f"parallel.pp={pp}", "training.micro_batch_size=1"]
+    where = "training.global_batch_size"
+    fault = faults_of(SOUND, *layout, f"{where}=200000")[where]
+    (nearest,) = map(int, fault.nearest)
+    assert Recipe.load(SOUND, [*layout, f"{where}={nearest}"])
+    assert where in faults_of(SOUND, *layout, f"{where}={nearest + 1}")
+
+
+def test_more_stages_than_a_table_can_have_are_refused_with_the_most():
+    deep = "model.fields.num_hidden_layers=1024"
+    (most,) = faults_of(SOUND, deep, "parallel.pp=500")["parallel.pp"].nearest
+    assert Recipe.load(SOUND, [deep, f"parallel.pp={most}", "training.global_batch_size=2"])
+    many = ["parallel.pp=16", "training.micro_batch_size=1", "training.global_batch_size=256"]
+    assert Recipe.load(SOUND, [deep, *many]).table().num_micro_batches == 256
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"[model", b"\xff\xfe", b"a = 1\na = 2\n", b"a=" + b"[" * 3000, b"a=" + b"9" * 5000],
+    ids=lambda content: repr(content[:8]),
+)
 def test_a_file_that_is_no_toml_is_one_clear_line(tmp_path, content):
     path = tmp_path / "recipe.toml"
     path.write_bytes(content)
@@ -111,7 +171,11 @@ def test_a_file_that_is_no_toml_is_one_clear_line(tmp_path, content):
     assert "\n" not in str(error)
 
 
-@pytest.mark.parametrize("content", ["{", "[1]", '{"vocab_size": NaN}', ""])
+@pytest.mark.parametrize(
+    "content",
+    ["{", "[1]", '{"vocab_size": NaN}', "", '{"a":' * 200000, DIGITS],
+    ids=lambda content: content[:8],
+)
 def test_a_model_config_that_is_no_json_object_is_named(tmp_path, content):
     config = tmp_path / "config.json"
     config.write_text(content)
