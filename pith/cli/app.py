@@ -17,7 +17,11 @@ from pith.errors import PithError, RequestError
 from pith.launch import environment
 from pith.report import Report
 
-INTERRUPTED = 130
+
+class InterruptedRunError(PithError):
+    """Ctrl-C: nothing is said of it to people, and the status is the shell's own."""
+
+    exit_status = 130
 
 
 def main() -> None:
@@ -51,7 +55,7 @@ def run(args: Sequence[str]) -> int:
     try:
         status = command.main(words, prog_name="pith", standalone_mode=False, obj=debug)
     except (KeyboardInterrupt, typer.Abort):
-        return INTERRUPTED
+        status = InterruptedRunError.exit_status
     except PithError as error:
         return _fail(error, words, debug=debug)
     except Exception as error:
@@ -60,6 +64,9 @@ def run(args: Sequence[str]) -> int:
         broken = PithError("pith.broken", what=f"{type(error).__name__}: {error}")
         broken.__cause__ = error
         return _fail(broken, words, debug=debug)
+    if status == InterruptedRunError.exit_status:  # what Typer makes of Ctrl-C too
+        stop = InterruptedRunError("run.interrupted", what="interrupted", next_step="run again")
+        return _fail(stop, words, debug=debug)
     return status if isinstance(status, int) else 0
 
 
@@ -101,7 +108,8 @@ def _fail(error: PithError, words: Sequence[str], *, debug: bool) -> int:
     report = Report.of_error(_verb(words), error)
     if "--json" in words and error.code != output.UNPRINTED:
         output.emit(report, json=True, out=None, text="")
-    output.say(output.failure_text(error, debug=debug))
+    if not isinstance(error, InterruptedRunError):
+        output.say(output.failure_text(error, debug=debug))
     return error.exit_status
 
 

@@ -1,12 +1,11 @@
 """Which rank failed first, and how: what ranks leave behind, and what the parent makes of it."""
 
 import json
-import os
 import re
 import signal
 import time
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -103,22 +102,6 @@ def verdict(job: Job, *, exit_codes: Mapping[int, int], num_ranks: int) -> PithE
     if silent:
         return _silent(job, failures[0], silent=silent)
     return raised(job, failures[0])
-
-
-def remaining(job: Job) -> Iterator[int]:
-    """The process ids of ranks that still run after a failure."""
-    for path in job.failures_dir.glob("progress-*"):
-        position = Progress.read(path)
-        if position and _alive(position.pid):
-            yield position.pid
-
-
-def _alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except (ProcessLookupError, PermissionError):
-        return False
-    return True
 
 
 def raised(job: Job, failure: Failure) -> PithError:

@@ -28,7 +28,7 @@ VICTIM_WAIT_S = 1.0
 def entry(train: Train, job: Job) -> Summary | None:
     """The main function of a worker that pith started itself. A failure never returns."""
     # A forked child inherits handlers that raise in Python, which a blocked collective never runs.
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGQUIT):
         signal.signal(number, signal.SIG_DFL)
     os.dup2(2, 1)  # stdout belongs to the report of the parent
     if job.device == "cpu" and "OMP_NUM_THREADS" not in os.environ:

@@ -1,8 +1,15 @@
 """One rank fails while the others wait for it: the job ends soon and names the culprit."""
 
+import os
+import signal
+from pathlib import Path
 from typing import Any
 
 import pytest
+
+from pith.errors import RunFailedError
+from pith.launch import elastic
+from pith.run.job import Job
 
 LIMIT_S = 15.0
 TIMEOUT_S = 3.0  # of a collective among the ranks of which one is stopped
@@ -62,3 +69,28 @@ def test_a_stopped_rank_is_found_by_the_timeout_and_named(fakes: Any) -> None:
     (line,) = outcome.stderr.splitlines()
     assert "stopped answering: rank 2 at step 7, slot F0.3" in line
     assert outcome.seconds < TIMEOUT_S + 30
+
+
+def sleeps(job: Job) -> None:
+    signal.pause()
+
+
+def test_a_signal_during_the_fork_of_a_rank_is_not_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forked = []
+
+    def interrupt() -> None:
+        if not forked:
+            forked.append(True)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    os.register_at_fork(after_in_parent=interrupt)  # an exception in it would be swallowed
+    monkeypatch.setattr(elastic.torch.cuda, "is_available", lambda: False)
+    before = signal.getsignal(signal.SIGTERM)
+
+    with pytest.raises(RunFailedError, match="stopped by SIGTERM"):
+        elastic.launch(sleeps, Job("", "stopped", str(tmp_path)), num_ranks=2)
+
+    assert forked
+    assert signal.getsignal(signal.SIGTERM) is before

@@ -1,5 +1,6 @@
 """`pith train` on two processes, ended from outside and as a part of an outer job."""
 
+import json
 import signal
 import socket
 from typing import Any
@@ -26,10 +27,12 @@ def slurm_step(num_ranks: int) -> tuple[dict[str, str], ...]:
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 1), (signal.SIGINT, 130)])
 def test_a_signal_to_the_parent_ends_every_rank(train: Any, number: int, status: int) -> None:
-    (outcome,) = train("--set", "training.steps=5000", signal_after_step_1=number)
+    (outcome,) = train("--json", "--set", "training.steps=5000", signal_after_step_1=number)
 
     assert outcome.status == status, outcome.stderr
+    assert json.loads(outcome.stdout)["exit"] == status
     assert "Traceback" not in outcome.stderr
+    assert "death signal" not in outcome.stderr
     assert ("stopped by SIGTERM" in outcome.stderr) == (number == signal.SIGTERM)
     assert outcome.survivors == []
 
