@@ -21,6 +21,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from pith.data.shards import is_disk_trouble
 from pith.errors import Fault, PithError, RequestError, RunFailedError
 
 SCHEMA = "pith/weights/1"
@@ -52,7 +53,8 @@ def save_weights(
 def begin(folder: Path) -> Path:
     """Make the empty temporary folder in which the parts of `folder` are collected.
 
-    What an interrupted save left there is removed. Raises RequestError when `folder` exists.
+    What an interrupted save left there is removed. Raises RequestError when `folder` exists or
+    cannot be made, RunFailedError when the disk fails.
     """
     _refuse_existing(folder)
     temporary = temporary_folder(folder)
@@ -60,7 +62,16 @@ def begin(folder: Path) -> Path:
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
     except OSError as error:
-        raise _unwritable(temporary, error) from error
+        if is_disk_trouble(error):
+            raise _unwritable(temporary, error) from error
+        raise RequestError(
+            "checkpoint.folder",
+            what="no folder can be made here",
+            found=error.strerror or str(error),
+            wanted="a folder that can be written",
+            where=str(folder),
+            next_step="name another folder",
+        ) from error
     return temporary
 
 
@@ -271,7 +282,7 @@ def _sha256(path: Path) -> str:
 
 
 def _refuse_existing(folder: Path) -> None:
-    if folder.exists():
+    if os.path.lexists(folder):
         raise RequestError(
             "checkpoint.exists",
             what="weights are never saved over something",

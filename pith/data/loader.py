@@ -4,6 +4,7 @@ Shape letters: N sequences of S tokens.
 """
 
 import hashlib
+import os
 import shutil
 import uuid
 from collections.abc import Iterator
@@ -179,7 +180,7 @@ def prepare(corpus: str, *, work_dir: Path, verify: bool = True) -> TokenCorpus:
         with resources.as_file(text) as source:
             return TokenCorpus.open(_tokenized_once(source, work_dir=work_dir), verify=verify)
     path = Path(corpus)
-    if path.is_file():
+    if os.path.isfile(path):
         path = _tokenized_once(path, work_dir=work_dir)
     return TokenCorpus.open(path, verify=verify)
 

@@ -10,6 +10,7 @@ is left out and counted, and is not an error. A record that cannot be understood
 
 import gzip
 import json
+import os
 import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -54,9 +55,12 @@ def find_files(inputs: Iterable[str]) -> list[Path]:
     Raises RequestError for a path that does not exist or is not one of SUFFIXES.
     """
     found: list[Path] = []
-    for path in map(Path, inputs):
-        if not path.exists():
-            raise _unreadable(str(path), "there is no such file or folder")
+    for name in inputs:
+        if not name:
+            raise _unreadable("''", "an empty name is no file or folder")
+        path = Path(name)
+        if not os.path.exists(name):
+            raise _unreadable(repr(name)[1:-1], "there is no such file or folder")
         below = [file for file in sorted(path.rglob("*")) if file.is_file()]
         visible = [file for file in below if not file.name.startswith(".")]
         found += visible if path.is_dir() else [path]
@@ -218,7 +222,8 @@ def _rows(path: Path, *, text_key: str) -> Iterator[Record]:
                 columns = ", ".join(schema.names)[:80]
                 raise _unreadable(str(path), f"no column {text_key!r}; there are: {columns}")
             kind = schema.field(text_key).type
-            if getattr(kind, "value_type", kind) not in _text_types():
+            is_dictionary = pyarrow.types.is_dictionary(kind)
+            if (kind.value_type if is_dictionary else kind) not in _text_types():
                 raise _unreadable(str(path), f"column {text_key!r} is {kind}, not text")
             for batch in file.iter_batches(batch_size=_ROWS, columns=[text_key]):
                 for value in batch.column(0).cast(pyarrow.large_string()):

@@ -11,6 +11,7 @@
 The folder is written under another name and renamed when it is complete.
 """
 
+import errno
 import hashlib
 import json
 import os
@@ -160,6 +161,11 @@ def write_durably(path: Path, content: bytes) -> None:
         os.fsync(file.fileno())
     draft.replace(path)
     sync_folder(path.parent)
+
+
+def is_disk_trouble(error: OSError) -> bool:
+    """Whether the disk failed, so that the same request may work later; else the path is wrong."""
+    return error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO)
 
 
 def sync_folder(folder: Path) -> None:

@@ -36,11 +36,12 @@ from pith.data.shards import (
     Ids,
     Manifest,
     describe,
+    is_disk_trouble,
     sync_folder,
     token_dtype,
     write_durably,
 )
-from pith.data.tokenizer import BYTES, Tokenizer, open_tokenizer
+from pith.data.tokenizer import BYTES, TextError, Tokenizer, open_tokenizer
 from pith.errors import RequestError, RunFailedError
 
 _PROGRESS = "progress.json"
@@ -117,6 +118,8 @@ def tokenize(
     """
     opened = open_tokenizer(tokenizer, end_token=end_token)
     files = find_files(inputs)
+    if not out.name:
+        raise _refused(out, "this folder exists already", "the name of a folder to make")
     draft = out.with_name(f"{out.name}.partial")
     job = _fingerprint(files, opened, text_key, tokens_per_file)
     in_worker = partial(_encode_in_worker, tokenizer, end_token, opened.fingerprint, text_key)
@@ -179,6 +182,7 @@ def _units(records: Iterator[Record]) -> Iterator[list[Record]]:
 
 def _encode(tokenizer: Tokenizer, text_key: str, records: list[Record]) -> _Encoded:
     texts: list[str] = []
+    places: list[str] = []
     rejections: list[_Rejection] = []
     for record in records:
         try:
@@ -188,12 +192,26 @@ def _encode(tokenizer: Tokenizer, text_key: str, records: list[Record]) -> _Enco
             continue
         if text.strip():
             texts.append(text)
+            places.append(record.where)
         else:
             rejections.append(_Rejection(record.where, "empty"))
     end = np.array([tokenizer.end_of_document])
-    documents = [np.append(ids, end) for ids in tokenizer.encode(texts)]
+    try:
+        documents = [np.append(ids, end) for ids in tokenizer.encode(texts)]
+    except TextError as error:
+        raise _not_encoded(tokenizer, error, where=places[error.index]) from None
     tokens = np.concatenate(documents) if documents else np.empty(0, dtype=np.int64)
     return _Encoded(len(records), tokens, [len(ids) for ids in documents], rejections)
+
+
+def _not_encoded(tokenizer: Tokenizer, error: TextError, *, where: str) -> RequestError:
+    return RequestError(
+        "data.tokenizer",
+        what=f"the tokenizer {tokenizer.name} cannot encode this document",
+        found=error.reason,
+        wanted="a tokenizer that takes any text",
+        where=where,
+    )
 
 
 def _encode_in_worker(
@@ -241,9 +259,14 @@ def _follow_parent() -> None:
 @contextmanager
 def _claimed(draft: Path, out: Path) -> Iterator[None]:
     """Holds the draft folder against other processes; a killed holder holds it no longer."""
-    if out.exists():
+    if os.path.lexists(out):
         raise _refused(out, "the output exists already", "another --out, or an empty place")
-    draft.mkdir(parents=True, exist_ok=True)
+    try:
+        draft.mkdir(parents=True, exist_ok=True)
+    except (OSError, ValueError) as error:  # ValueError: the name holds a zero byte
+        if isinstance(error, OSError) and is_disk_trouble(error):
+            raise
+        raise _refused(out, f"no folder can be made here ({error})", "another --out") from None
     with (draft / _LOCK).open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,6 +1,7 @@
 """From text to token ids: the built-in byte-level tokenizer, or a local tokenizer.json."""
 
 import hashlib
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -21,6 +22,15 @@ END_TOKENS = (
 )
 
 
+class TextError(Exception):
+    """Why a tokenizer takes none of text number `index`."""
+
+    def __init__(self, index: int, reason: str) -> None:
+        super().__init__(index, reason)
+        self.index = index
+        self.reason = reason
+
+
 class Tokenizer(Protocol):
     """What turns texts into ids. `fingerprint` is equal if and only if the ids are."""
 
@@ -34,7 +44,10 @@ class Tokenizer(Protocol):
     def end_of_document(self) -> int: ...
 
     def encode(self, texts: list[str]) -> list[Ids]:
-        """The ids of each text, without any token around it."""
+        """The ids of each text, without any token around it.
+
+        Raises TextError for the first text that cannot be encoded.
+        """
         ...
 
     def decode(self, ids: Ids) -> str:
@@ -72,8 +85,19 @@ class FileTokenizer:
     library: Any
 
     def encode(self, texts: list[str]) -> list[Ids]:
-        batch = self.library.encode_batch_fast(texts, add_special_tokens=False)
+        try:
+            batch = self.library.encode_batch_fast(texts, add_special_tokens=False)
+        except Exception as error:  # the library raises nothing narrower, and not for which text
+            if len(texts) > 1:
+                return [self._encode_one(text, index) for index, text in enumerate(texts)]
+            raise TextError(0, " ".join(str(error).split())[:120]) from None
         return [np.array(encoding.ids, dtype=np.int64) for encoding in batch]
+
+    def _encode_one(self, text: str, index: int) -> Ids:
+        try:
+            return self.encode([text])[0]
+        except TextError as error:
+            raise TextError(index, error.reason) from None
 
     def decode(self, ids: Ids) -> str:
         return str(self.library.decode(ids.tolist(), skip_special_tokens=True))
@@ -90,8 +114,10 @@ def open_tokenizer(source: str, *, end_token: str | None = None) -> Tokenizer:
             raise _refused(BYTES, "the byte-level tokenizer has its own end token", "no --eod")
         return ByteTokenizer()
     path = Path(source)
-    if not path.is_file():
-        raise _refused(source, "there is no such tokenizer file", 'a tokenizer.json, or "bytes"')
+    if not os.path.isfile(source):
+        raise _refused(
+            repr(source)[1:-1], "there is no such tokenizer file", 'a tokenizer.json, or "bytes"'
+        )
     refuse_pointer(path)
     content = path.read_bytes()
     library = _load(source, content)

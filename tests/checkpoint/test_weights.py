@@ -156,6 +156,23 @@ def test_leftovers_of_an_interrupted_save_do_not_get_into_the_next(tmp_path, nam
     assert [path.name for path in tmp_path.iterdir()] == ["final"]
 
 
+@pytest.mark.parametrize("name", ["file/final", "file/a/b", "A" * 300])
+def test_a_folder_that_cannot_be_made_is_a_wrong_request(tmp_path, name):
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(RequestError, match="no folder can be made here"):
+        begin(tmp_path / name)
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_disk_without_room_for_a_folder_is_a_failure(tmp_path, monkeypatch):
+    def full(*_args: object, **_kwargs: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("os.mkdir", full)
+    with pytest.raises(RunFailedError, match="No space left on device"):
+        begin(tmp_path / "final")
+
+
 def test_a_full_disk_names_path_and_cause_and_commits_nothing(tmp_path, named, monkeypatch):
     def full(*_args: object, **_kwargs: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")

@@ -156,6 +156,8 @@ def test_a_parquet_file_without_a_text_column_is_refused(tmp_path: Path) -> None
     other = parquet(tmp_path / "b.parquet", pyarrow.array(["x"]), name="body")
     assert "no column 'text'; there are: body, n" in refusal(tmp_path / "out", other)
     assert texts_of(run(tmp_path / "out", other, text_key="body").path) == ["x"]
+    lists = parquet(tmp_path / "c.parquet", pyarrow.array([["x"], ["y"]]))
+    assert "column 'text' is list<element: string>, not text" in refusal(tmp_path / "no", lists)
 
 
 def test_a_text_file_is_one_document(tmp_path: Path) -> None:
@@ -189,3 +191,12 @@ def test_what_is_not_there_or_only_points_elsewhere_is_refused(tmp_path: Path) -
     pointer = tmp_path / "a.jsonl"
     pointer.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 1\n")
     assert "Git LFS pointer" in refusal(tmp_path / "out", pointer)
+    for name in ("A" * 300, "a\0b.txt", "a/" * 3000):
+        assert "no such file" in refusal(tmp_path / "out", name)
+
+
+def test_an_empty_name_does_not_mean_the_current_folder(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("a.txt").write_text("x")
+    with pytest.raises(RequestError, match="empty name"):
+        tokenize([""], out=tmp_path / "out", workers=1)

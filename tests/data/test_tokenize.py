@@ -173,6 +173,18 @@ def test_an_existing_output_is_left_alone(tmp_path, write_texts) -> None:
     assert content(out) == before
 
 
+@pytest.mark.parametrize("name", [".", "/", "..", "", "file/x", "file/x/y", "A" * 300, "a\0b"])
+def test_an_output_that_can_be_no_folder_is_refused(tmp_path, write_texts, monkeypatch, name):
+    source = str(write_texts(["a"]))
+    monkeypatch.chdir(tmp_path)
+    Path("file").write_text("mine")
+    before = sorted(tmp_path.iterdir())
+    with pytest.raises(RequestError) as caught:
+        tokenize([source], out=Path(name), workers=1)
+    assert "\n" not in str(caught.value)
+    assert sorted(tmp_path.iterdir()) == before
+
+
 def test_two_processes_do_not_write_to_one_place(tmp_path, write_texts) -> None:
     source, out = str(write_texts(["a"])), tmp_path / "out"
 
@@ -248,9 +260,11 @@ def test_a_corpus_is_a_folder_or_a_file_or_refused(tmp_path, make_corpus, write_
     assert from_file.fingerprint == made.fingerprint
     source.write_text('{"text": "changed"}')
     assert prepare(str(source), work_dir=tmp_path / "run").num_documents == 1
-    for absent in ("nowhere", str(tmp_path)):
+    for absent in ("nowhere", str(tmp_path), "a\0b"):
         with pytest.raises(RequestError, match=r"no such corpus folder|manifest is missing"):
             prepare(absent, work_dir=tmp_path / "run")
+    with pytest.raises(RequestError, match="name too long"):
+        prepare("A" * 300, work_dir=tmp_path / "run")
     source.write_text("bad")
     with pytest.raises(RequestError, match="not JSON"):
         prepare(str(source), work_dir=tmp_path / "run")

@@ -132,3 +132,28 @@ def test_the_corpus_keeps_its_tokenizer_and_notices_another(
     (out / "tokenizer.json").write_text(content.replace("cat", "dog"))
     with pytest.raises(RequestError, match=r"tokenizer.json: the content is not what was written"):
         TokenCorpus.open(out)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_document_that_the_tokenizer_cannot_encode_is_named(
+    tmp_path: Path, write_texts, workers: int
+) -> None:
+    words = tokenizers.Tokenizer(models.WordLevel({"the": 0, "cat": 1, "</s>": 2}, unk_token="no"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    words.save(str(tmp_path / "words.json"))
+    source = write_texts(["the cat", " ", "the", "a dog", "the"])
+    with pytest.raises(RequestError, match=f"{source}:4: .*words.json.*UNK") as caught:
+        tokenize(
+            [str(source)],
+            out=tmp_path / "out",
+            tokenizer=str(tmp_path / "words.json"),
+            workers=workers,
+        )
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("name", ["A" * 300, "a\0b", "a/" * 3000, "", "."])
+def test_a_name_that_can_be_no_file_is_no_tokenizer(name: str) -> None:
+    with pytest.raises(RequestError, match="no such tokenizer file"):
+        open_tokenizer(name)
