@@ -25,7 +25,7 @@ from pith.config.sections import (
     TrainingSection,
     ValidationSection,
 )
-from pith.config.source import override, read, resolve_model
+from pith.config.source import override, read, refuse_boundless, resolve_model
 from pith.errors import Fault, RequestError
 from pith.plan import limits
 from pith.plan.batch import Batch, plan_batch
@@ -71,7 +71,7 @@ class Recipe(Section):
         the layout against so many ranks; without it dp is 1. Raises RequestError with all faults.
         """
         raw, folder = read(str(name_or_path))
-        faults = (*override(raw, overrides), *resolve_model(raw, folder))
+        faults = (*override(raw, overrides), *resolve_model(raw, folder), *refuse_boundless(raw))
         return _validated(raw, world_size=world_size, faults=faults)
 
     @classmethod

@@ -15,6 +15,8 @@ from pith.errors import Fault, RequestError
 
 # Not UTF-8, not TOML or JSON, more digits than Python converts, brackets deeper than its stack.
 UNREADABLE = (ValueError, RecursionError)
+MAX_LEVELS = 64
+MAX_BITS = 1024
 
 
 def shipped() -> tuple[str, ...]:
@@ -96,6 +98,24 @@ def resolve_model(raw: dict[str, Any], folder: Traversable) -> Iterator[Fault]:
         return
     changes = model.get("fields", {})
     model["fields"] = loaded | changes if isinstance(changes, dict) else changes
+
+
+def refuse_boundless(table: dict[str, Any], where: str = "") -> Iterator[Fault]:
+    """Take out of the sections of a recipe each value that could be neither shown nor written."""
+    for key, value in list(table.items()):
+        if isinstance(value, dict) and not where:
+            yield from refuse_boundless(value, f"{key}.")
+        elif not _is_bounded(value, MAX_LEVELS):
+            del table[key]
+            wanted = f"at most {MAX_LEVELS} levels, and integers of at most {MAX_BITS} bits"
+            yield Fault(f"{where}{key}", "a value nested too deep, or too large", wanted)
+
+
+def _is_bounded(value: Any, levels: int) -> bool:
+    if isinstance(value, dict | list):
+        items = value.values() if isinstance(value, dict) else value
+        return levels > 0 and all(_is_bounded(item, levels - 1) for item in items)
+    return not isinstance(value, int) or value.bit_length() <= MAX_BITS
 
 
 def without_nulls(value: Any) -> Any:

@@ -109,6 +109,12 @@ DIGITS, BRACKETS = "9" * 5000, "[" * 3000
     [
         (f"training.steps={DIGITS}", "training.steps"),
         (f"training.steps={BRACKETS}", "training.steps"),
+        (f"training.steps=0x{DIGITS}", "training.steps"),
+        (f"model.fields.hidden_size=0x{DIGITS}", "model.fields"),
+        (f"parallel.layers_per_stage=[0x{DIGITS}]", "parallel.layers_per_stage"),
+        (f"model.fields.x={'[' * 200}{']' * 200}", "model.fields"),
+        (f"model.fields.{'a.' * 2000}a=3", "model.fields"),
+        (f"{'a.' * 2000}a=3", "a.a"),
         ('data.corpus="a\\u0000b"', "data.corpus"),
         ('checkpoint.directory="a\\u0000b"', "checkpoint.directory"),
         ('log.directory="a\\u001bb"', "log.directory"),
