@@ -3,6 +3,7 @@
 import os
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from typing import Annotated
 
 import typer
@@ -53,7 +54,10 @@ def run(args: Sequence[str]) -> int:
     words = [word for word in args if word != "--debug"] or ["--help"]
     command = typer.main.get_command(build())
     try:
-        status = command.main(words, prog_name="pith", standalone_mode=False, obj=debug)
+        # Help and version are printed by Typer, and nothing else is done beside them.
+        told = {"--help", "--version"} & set(words)
+        with output.to_stdout() if told else nullcontext():
+            status = command.main(words, prog_name="pith", standalone_mode=False, obj=debug)
     except (KeyboardInterrupt, typer.Abort):
         status = InterruptedRunError.exit_status
     except PithError as error:

@@ -5,7 +5,7 @@ import os
 import sys
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from rich.console import Console
@@ -34,21 +34,29 @@ def emit(report: Report, *, json: bool, out: Path | None, text: str) -> None:
 
 def _print(line: str) -> None:
     """Write to stdout. Raises RequestError where it is closed or takes nothing more."""
-    try:
+    with to_stdout():
         if sys.stdout is None:
             raise OSError(errno.EBADF, "it is closed")
         sys.stdout.write(line)
-        sys.stdout.flush()
+
+
+@contextmanager
+def to_stdout() -> Iterator[None]:
+    """Turn what stdout refuses, until it is flushed at the end, into a RequestError."""
+    try:
+        yield
+        if sys.stdout is not None:
+            sys.stdout.flush()
     except OSError as error:
         # What is still buffered would fail once more when the interpreter ends.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         raise RequestError(
             UNPRINTED,
-            what="the report cannot be printed",
+            what="the answer cannot be printed",
             found=error.strerror or str(error),
             wanted="a stdout that takes it",
             where="stdout",
-            next_step="write it with --out FILE",
+            next_step="give it a stdout that takes it, or a report to --out FILE",
         ) from error
 
 
@@ -90,19 +98,56 @@ def check_out(path: Path | None) -> None:
     """Refuse an `--out` that cannot be written, before any work is done for it."""
     if path is None:
         return
-    folder = path.parent
-    if path.is_dir() or not (folder.is_dir() and os.access(folder, os.W_OK)):
-        raise _unwritable(path, cause="a folder" if path.is_dir() else "no writable folder above")
+    with _writing(path):
+        target = _target(path)
+        # What is no regular file is written itself, a regular one replaced inside its folder.
+        place = target if _is_special(target) else target.parent
+        target.exists() or target.with_name(_part(target)).exists()  # raises for a name too long
+        if not place.exists() or not os.access(place, os.W_OK):
+            raise PermissionError(errno.EACCES, "no writable folder above")
 
 
 def write_whole(path: Path, *, text: str) -> None:
-    """Write `text` to `path` so that a reader sees the old content or all of the new."""
-    part = path.with_name(f".{path.name}.{os.getpid()}")
+    """Write `text` to `path` so that a reader sees the old content or all of the new.
+
+    A symlink stays and its target is written; so does what is no regular file, such as a FIFO.
+    """
+    with _writing(path):
+        target = _target(path)
+        if _is_special(target):
+            target.write_text(text)
+            return
+        part = target.with_name(_part(target))
+        try:
+            part.write_text(text)
+            part.replace(target)
+        except OSError:
+            with suppress(OSError):
+                part.unlink()
+            raise
+
+
+def _target(path: Path) -> Path:
+    target = Path(os.path.realpath(path))
+    if target.is_dir():
+        raise IsADirectoryError(errno.EISDIR, "a folder")
+    return target
+
+
+def _part(target: Path) -> str:
+    return f".pith-{os.getpid()}-{target.name}"[: max(len(target.name), 20)]
+
+
+def _is_special(target: Path) -> bool:
+    return target.exists() and not target.is_file()
+
+
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    """Turn what the file system refuses into a RequestError."""
     try:
-        part.write_text(text)
-        part.replace(path)
+        yield
     except OSError as error:
-        part.unlink(missing_ok=True)
         raise _unwritable(path, cause=error.strerror or str(error)) from error
 
 

@@ -20,6 +20,7 @@ from pith.run.job import InjectedFault, Job
 
 DeviceName = Literal["auto", "cpu", "cuda"]
 BackendName = Literal["auto", "gloo", "nccl"]
+WEEK_S = 7 * 24 * 3600
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +31,12 @@ class Placing:
     backend: BackendName
     timeout_s: float
     run_dir: Path | None
+
+
+def _seconds(value: float) -> float:
+    if not 1 <= value <= WEEK_S:  # not a number is refused too
+        raise typer.BadParameter(f"{value:g} is not in the range from 1 to {WEEK_S} (a week)")
+    return value
 
 
 def train_command(
@@ -52,7 +59,7 @@ def train_command(
         BackendName, typer.Option(help="gloo lets several ranks share a GPU.")
     ] = "auto",
     timeout: Annotated[
-        float, typer.Option(min=1, help="Seconds that a rank waits for another one.")
+        float, typer.Option(callback=_seconds, help="Seconds that a rank waits for another one.")
     ] = 600.0,
     run_dir: Annotated[
         Path | None, typer.Option(metavar="DIR", help="The run folder; by default runs/RECIPE.")

@@ -48,6 +48,7 @@ def test_help_takes_less_than_a_second_of_work():
         (["train", "--wings"], "No such option: --wings"),
         (["train", "--nproc", "many"], "--nproc"),
         (["train", "--nproc", "0"], "--nproc"),
+        *((["train", "--timeout", bad], "a week") for bad in ("inf", "nan", "1e10", "0", "-1")),
         (["train", "--device", "tpu"], "--device"),
         (["recipe"], "Missing command"),
         (["tokenize"], "Missing"),
@@ -134,9 +135,17 @@ def test_an_interrupt_is_exit_130(monkeypatch):
     assert run(["train"]) == 130
 
 
-@pytest.mark.parametrize(("stdout", "cause"), [("/dev/full", "No space left"), ("&-", "closed")])
-def test_a_stdout_that_takes_no_report_is_one_line_and_exit_2(stdout, cause):
-    command = f"{sys.executable} -m pith.cli recipe schema --json >{stdout}"
+@pytest.mark.parametrize(
+    ("words", "stdout", "cause"),
+    [
+        ("recipe schema --json", "/dev/full", "No space left"),
+        ("recipe schema --json", "&-", "closed"),
+        ("--help", "/dev/full", "No space left"),
+        ("--version", "/dev/full", "No space left"),
+    ],
+)
+def test_a_stdout_that_takes_no_answer_is_one_line_and_exit_2(words, stdout, cause):
+    command = f"{sys.executable} -m pith.cli {words} >{stdout}"
     done = subprocess.run(["bash", "-c", command], stderr=subprocess.PIPE, text=True, check=False)
     error = [line for line in done.stderr.splitlines() if line.startswith("error")]
     assert (done.returncode, len(error)) == (2, 1), done.stderr

@@ -1,6 +1,8 @@
 """Data on stdout, words on stderr, files whole or not at all."""
 
 import json
+import os
+import threading
 
 import pytest
 
@@ -76,3 +78,46 @@ def test_the_report_of_a_failure_reaches_the_file_too(tmp_path):
 
     report = json.loads(path.read_text())
     assert (report["verb"], report["exit"], report["next"]) == ("train", 2, ["pith recipe list"])
+
+
+def test_a_symlink_stays_and_its_target_is_written(tmp_path):
+    target, link = tmp_path / "target.json", tmp_path / "link.json"
+    for content in ("first", "second"):
+        link.unlink(missing_ok=True)
+        link.symlink_to(target)
+        output.check_out(link)
+        output.write_whole(link, text=content)
+
+        assert link.is_symlink()
+        assert target.read_text() == content
+    assert sorted(tmp_path.iterdir()) == [link, target]
+
+
+def test_a_fifo_stays_and_its_reader_gets_the_text(tmp_path):
+    fifo, received = tmp_path / "fifo", []
+    os.mkfifo(fifo)
+    reader = threading.Thread(target=lambda: received.append(fifo.read_text()))
+    reader.start()
+
+    output.check_out(fifo)
+    output.write_whole(fifo, text="x")
+
+    reader.join(timeout=10)
+    assert received == ["x"]
+    assert fifo.is_fifo()
+
+
+@pytest.mark.parametrize("name", ["n" * 300, "n/" * 3000])
+def test_a_name_too_long_is_refused_before_and_while_writing(tmp_path, name):
+    for write in (output.check_out, lambda path: output.write_whole(path, text="x")):
+        with pytest.raises(RequestError, match="cannot be written there; found File name too long"):
+            write(tmp_path / name)
+
+
+def test_the_longest_name_that_the_file_system_takes_is_written(tmp_path):
+    path = tmp_path / ("n" * 255)
+
+    output.check_out(path)
+    output.write_whole(path, text="x")
+
+    assert path.read_text() == "x"
