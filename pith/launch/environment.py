@@ -5,7 +5,7 @@ import shutil
 import subprocess
 from collections.abc import Mapping
 
-from pith.errors import UnavailableError
+from pith.errors import RequestError, UnavailableError
 
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
@@ -19,17 +19,24 @@ def rank_variables(environ: Mapping[str, str]) -> dict[str, str]:
     """The variables of torchrun that describe this process, from whoever started it.
 
     Under SLURM the first host of the step is the meeting point, on a port derived from the job id.
-    Raises UnavailableError where the outer launcher leaves one out.
+    Raises UnavailableError where the outer launcher leaves one out, RequestError for a value that
+    is none.
     """
-    if _under_torchrun(environ):
-        return {name: _wanted(environ, name) for name in TORCHRUN}
-    return {
-        "RANK": environ["SLURM_PROCID"],
-        "WORLD_SIZE": environ["SLURM_NTASKS"],
-        "LOCAL_RANK": _wanted(environ, "SLURM_LOCALID"),
-        "MASTER_ADDR": environ.get("MASTER_ADDR") or first_host(_slurm_hosts(environ)),
-        "MASTER_PORT": environ.get("MASTER_PORT") or slurm_port(_wanted(environ, "SLURM_JOB_ID")),
-    }
+    torchrun = _under_torchrun(environ)
+    names = TORCHRUN[:3] if torchrun else ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID")
+    num_ranks = _whole(environ, names[1], least=1)
+    rank = _whole(environ, names[0], most=num_ranks - 1)
+    local_rank = _whole(environ, names[2], most=num_ranks - 1)
+    if torchrun:
+        address = _wanted(environ, "MASTER_ADDR")
+    else:
+        address = environ.get("MASTER_ADDR") or first_host(_slurm_hosts(environ))
+    if torchrun or environ.get("MASTER_PORT"):
+        port = str(_whole(environ, "MASTER_PORT", least=1, most=65535))
+    else:
+        port = slurm_port(str(_whole(environ, "SLURM_JOB_ID")))
+    values = (str(rank), str(num_ranks), str(local_rank), address, port)
+    return dict(zip(TORCHRUN, values, strict=True))
 
 
 def world_size(environ: Mapping[str, str]) -> int | None:
@@ -70,7 +77,7 @@ def _under_torchrun(environ: Mapping[str, str]) -> bool:
 
 
 def _under_slurm(environ: Mapping[str, str]) -> bool:
-    return "SLURM_PROCID" in environ and int(environ.get("SLURM_NTASKS", "1")) > 1
+    return "SLURM_PROCID" in environ and environ.get("SLURM_NTASKS", "1") != "1"
 
 
 def _slurm_hosts(environ: Mapping[str, str]) -> str:
@@ -91,3 +98,17 @@ def _wanted(environ: Mapping[str, str], name: str) -> str:
             next_step="start the job with torchrun or srun, or unset RANK and WORLD_SIZE",
         )
     return environ[name]
+
+
+def _whole(environ: Mapping[str, str], name: str, *, least: int = 0, most: int = 2**31 - 1) -> int:
+    text = _wanted(environ, name)
+    if text.isascii() and text.isdecimal() and len(text) < 20 and least <= int(text) <= most:
+        return int(text)
+    raise RequestError(
+        "launch.environment",
+        what="the outer launcher set a variable to what it cannot be",
+        found=repr(text),
+        wanted=f"a whole number from {least} to {most}",
+        where=name,
+        next_step="start the job with torchrun or srun, or unset the variables of the launcher",
+    )

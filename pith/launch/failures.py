@@ -20,6 +20,13 @@ COMMUNICATION = re.compile(
     r"|NCCL|TCPStore|socket",
     re.IGNORECASE,
 )
+OUT_OF_MEMORY = re.compile(
+    r"out of memory|(can't|cannot) allocate memory|storage size calculation overflowed"
+    r"|bad_alloc|STATUS_ALLOC_FAILED",
+    re.IGNORECASE,
+)
+# Written when a rank starts, so that its last word needs no space on a disk that is full.
+RESERVED_BYTES = 32 * 1024
 KINDS = (RequestError, UnavailableError, RunFailedError)
 
 
@@ -39,20 +46,45 @@ class Failure:
     error: dict[str, Any] | None = None
 
 
-def describe(error: BaseException, *, rank: int) -> Failure:
-    """The failure of `rank` as a value that survives the process."""
+def describe(error: BaseException, *, rank: int, job: Job) -> Failure:
+    """The failure of `rank` as a value that survives the process.
+
+    Out of memory, whoever says it, becomes a RunFailedError with the rank and where it was.
+    """
     fields = None
+    trace = "".join(traceback.format_exception(error)).rstrip()
+    communication = is_communication(error)
+    if is_out_of_memory(error):
+        communication = False
+        error = RunFailedError(
+            "run.out-of-memory",
+            what=f"rank {rank} ran out of memory at {_position(job, rank)}",
+            found=_summary(error),
+            next_step="lower training.micro_batch_size or training.sequence_length",
+        )
     if isinstance(error, PithError):
         faults = [asdict(fault) for fault in error.faults]
         fields = {"status": error.exit_status, "faults": faults, **error.as_dict()}
     return Failure(
         rank=rank,
         time=time.time(),
-        communication=is_communication(error),
-        summary=f"{type(error).__name__}: {error}".splitlines()[0],
-        trace="".join(traceback.format_exception(error)).rstrip(),
+        communication=communication,
+        summary=_summary(error),
+        trace=trace,
         error=fields,
     )
+
+
+def _summary(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0]
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """True for what Python, the system, torch on the CPU and CUDA raise without memory."""
+    if isinstance(error, MemoryError) or "OutOfMemoryError" in type(error).__name__:
+        return True
+    told = isinstance(error, RuntimeError | OSError)
+    return told and OUT_OF_MEMORY.search(str(error)) is not None
 
 
 def is_communication(error: BaseException) -> bool:
@@ -68,11 +100,19 @@ def is_communication(error: BaseException) -> bool:
     return False
 
 
+def reserve(folder: Path, *, rank: int) -> None:
+    """Take the space for a failure of `rank` now: blanks, which JSON ignores after its end."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"rank-{rank}.part").write_bytes(b" " * RESERVED_BYTES)
+
+
 def write(failure: Failure, *, folder: Path) -> None:
     """Leave `failure` for the parent: whole, even if this process is killed while writing."""
-    folder.mkdir(parents=True, exist_ok=True)
     part = folder / f"rank-{failure.rank}.part"
-    part.write_text(json.dumps(asdict(failure)))
+    if not part.exists():
+        reserve(folder, rank=failure.rank)
+    with part.open("r+b") as file:
+        file.write(json.dumps(asdict(failure)).encode())
     part.replace(folder / f"rank-{failure.rank}.json")
 
 

@@ -1,6 +1,7 @@
 """What one rank does: join the process group, train, leave; and how it leaves when it fails."""
 
 import os
+import re
 import signal
 import sys
 import time
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from pith.errors import PithError
+from pith.errors import PithError, RunFailedError
 from pith.launch import failures
 from pith.run.job import Job
 from pith.run.progress import Progress
@@ -34,13 +35,18 @@ def entry(train: Train, job: Job) -> Summary | None:
     if job.device == "cpu" and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(threads(int(os.environ["LOCAL_WORLD_SIZE"])))
     rank = int(os.environ["RANK"])
-    Progress(job.progress_path(rank)).set(0, "start")
     try:
+        failures.reserve(job.failures_dir, rank=rank)
+        Progress(job.progress_path(rank)).set(0, "start")
         _join_group(job)
         return _train(train, job)
     except BaseException as error:
-        failure = failures.describe(error, rank=rank)
-        failures.write(failure, folder=job.failures_dir)
+        failure = failures.describe(error, rank=rank, job=job)
+        try:
+            failures.write(failure, folder=job.failures_dir)
+        except OSError as unwritten:
+            text = f"{failure.trace}\nrank {rank} cannot leave word of this: {unwritten}"
+            print(text, file=sys.stderr)
         if failure.communication:
             time.sleep(VICTIM_WAIT_S)
         sys.stdout.flush()
@@ -57,17 +63,34 @@ def join(train: Train, job: Job, *, make_folder: Callable[[], Path]) -> Summary 
     """
     rank = int(os.environ["RANK"])
     try:
-        _join_group(job)
+        _meet(job)
         folder = [str(make_folder())] if rank == 0 else [""]
         dist.broadcast_object_list(folder, src=0)
-        return _train(train, replace(job, run_dir=folder[0]))
+        job = replace(job, run_dir=folder[0])
+        return _train(train, job)
     except Exception as error:
-        failure = failures.describe(error, rank=rank)
+        failure = failures.describe(error, rank=rank, job=job)
         if failure.communication:
             time.sleep(VICTIM_WAIT_S)
         if isinstance(error, PithError):
             raise
         raise failures.raised(job, failure) from error
+
+
+def _meet(job: Job) -> None:
+    """Join the group of an outer job. Raises RunFailedError where the other ranks do not come."""
+    try:
+        _join_group(job)
+    except dist.DistError as error:
+        came = re.search(r"(\d+)/(\d+) clients joined", str(error))
+        raise RunFailedError(
+            "launch.peers",
+            what="the ranks of the outer job did not meet",
+            found=f"{came[1]} of {came[2]} came" if came else str(error).splitlines()[0],
+            wanted=f"{os.environ['WORLD_SIZE']} within {job.timeout_s:g} s",
+            where=f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}",
+            next_step="see that every rank was started and reaches that address",
+        ) from error
 
 
 def _train(train: Train, job: Job) -> Summary | None:

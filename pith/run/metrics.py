@@ -7,6 +7,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from pith.errors import RunFailedError
 from pith.report import finite
 
 
@@ -29,10 +30,17 @@ class StepMetrics:
 
 
 class MetricsLog:
-    """Appends to metrics.jsonl, each line whole and flushed; NaN and infinity become null."""
+    """Appends to metrics.jsonl, each line whole and unbuffered; NaN and infinity become null.
+
+    Raises RunFailedError where the file cannot be written.
+    """
 
     def __init__(self, path: Path) -> None:
-        self._file = path.open("a", encoding="utf-8")
+        self._path = path
+        try:
+            self._file = path.open("ab", buffering=0)
+        except OSError as error:
+            raise self._unwritable(error) from error
 
     def step(self, metrics: StepMetrics) -> None:
         """Append one step."""
@@ -57,5 +65,18 @@ class MetricsLog:
         self.close()
 
     def _append(self, value: Mapping[str, object]) -> None:
-        self._file.write(json.dumps(finite(value), allow_nan=False) + "\n")
-        self._file.flush()
+        line = (json.dumps(finite(value), allow_nan=False) + "\n").encode()
+        try:
+            while line:  # a disk that fills up takes a part, then refuses the rest
+                line = line[self._file.write(line) :]
+        except OSError as error:
+            raise self._unwritable(error) from error
+
+    def _unwritable(self, error: OSError) -> RunFailedError:
+        return RunFailedError(
+            "run.metrics",
+            what="the metrics cannot be written",
+            found=error.strerror or str(error),
+            where=str(self._path),
+            next_step="make room or name another place with --run-dir",
+        )

@@ -2,7 +2,7 @@
 
 import pytest
 
-from pith.errors import UnavailableError
+from pith.errors import RequestError, UnavailableError
 from pith.launch import environment
 
 TORCHRUN = {
@@ -74,3 +74,30 @@ def test_a_variable_left_out_by_the_launcher_is_named(missing: str) -> None:
 def test_an_empty_node_list_is_refused() -> None:
     with pytest.raises(UnavailableError, match="NODELIST"):
         environment.rank_variables(SLURM | {"SLURM_NODELIST": ""})
+
+
+@pytest.mark.parametrize(
+    ("variables", "name", "value"),
+    [
+        *(
+            (TORCHRUN, name, bad)
+            for name in ("RANK", "WORLD_SIZE")
+            for bad in ("", "x", "-1", "1.5")
+        ),
+        (TORCHRUN, "WORLD_SIZE", "0"),
+        (TORCHRUN, "RANK", "4"),
+        (TORCHRUN, "LOCAL_RANK", "9"),
+        (TORCHRUN, "MASTER_PORT", "70000"),
+        (TORCHRUN, "MASTER_PORT", ""),
+        *((SLURM, name, "x") for name in SLURM if name != "SLURM_NODELIST"),
+        (SLURM, "SLURM_NTASKS", ""),
+        (SLURM, "SLURM_NTASKS", "0"),
+        (SLURM, "SLURM_PROCID", "8"),
+    ],
+)
+def test_a_value_that_cannot_be_is_refused_and_named(
+    variables: dict[str, str], name: str, value: str
+) -> None:
+    assert environment.joined(variables | {name: value})
+    with pytest.raises(RequestError, match=name):
+        environment.world_size(variables | {name: value})

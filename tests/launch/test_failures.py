@@ -4,6 +4,7 @@ import signal
 from pathlib import Path
 
 import pytest
+import torch
 
 from pith.errors import Fault, PithError, RequestError, RunFailedError
 from pith.launch.failures import (
@@ -11,6 +12,7 @@ from pith.launch.failures import (
     RankFailedError,
     describe,
     is_communication,
+    reserve,
     verdict,
     write,
 )
@@ -26,7 +28,7 @@ def job(tmp_path: Path) -> Job:
 
 
 def leave(job: Job, rank: int, error: Exception, *, time: float) -> None:
-    told = describe(error, rank=rank)
+    told = describe(error, rank=rank, job=job)
     failure = Failure(rank, time, told.communication, told.summary, told.trace, told.error)
     write(failure, folder=job.failures_dir)
 
@@ -114,3 +116,54 @@ def test_progress_of_a_rank_is_read_from_outside_and_a_long_slot_is_cut(tmp_path
     assert position is not None
     assert (position.step, position.slot) == (13, "optimizer")
     assert path.stat().st_size == 64
+
+
+def _overflow() -> Exception:
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(2**62, dtype=torch.float32)
+    return caught.value
+
+
+def _too_much() -> Exception:
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(2**56, dtype=torch.uint8)
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.\nmore"),
+        RuntimeError("NCCL error: unhandled cuda error: out of memory"),
+        MemoryError(),
+        OSError(12, "Cannot allocate memory"),
+        _too_much(),
+        _overflow(),
+    ],
+)
+def test_out_of_memory_is_a_failed_run_of_one_line_with_rank_and_place(
+    job: Job, error: Exception
+) -> None:
+    Progress(job.progress_path(1)).set(3, "F0.1")
+    leave(job, 0, RuntimeError(GLOO), time=1.0)
+    leave(job, 1, error, time=2.0)
+
+    found = verdict(job, exit_codes={0: 1}, num_ranks=2)
+
+    assert type(found) is RunFailedError
+    assert "rank 1 ran out of memory at step 3, slot F0.1" in str(found)
+    assert len(str(found).splitlines()) == 1
+
+
+def test_the_word_of_a_rank_fits_into_what_was_reserved(job: Job) -> None:
+    reserve(job.failures_dir, rank=0)
+    (part,) = job.failures_dir.iterdir()
+    before = part.stat()
+
+    leave(job, 0, KeyError("cause"), time=1.0)
+
+    (left,) = job.failures_dir.iterdir()
+    after = left.stat()
+    assert left.name == "rank-0.json"
+    assert (after.st_ino, after.st_size) == (before.st_ino, before.st_size)
+    assert "cause" in str(verdict(job, exit_codes={0: 1}, num_ranks=1))
