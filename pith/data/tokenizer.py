@@ -132,15 +132,20 @@ def open_tokenizer(source: str, *, end_token: str | None = None) -> Tokenizer:
 
 
 def refuse_pointer(path: Path) -> None:
-    """Raises RequestError if a file is a Git LFS pointer in place of the file meant."""
-    with path.open("rb") as file:
-        if file.read(42).startswith(b"version https://git-lfs.github.com/spec/"):
-            raise RequestError(
-                "data.pointer",
-                what="this is a Git LFS pointer, not the file itself",
-                where=str(path),
-                next_step="git lfs pull, or download the file",
-            )
+    """Raises RequestError if a file cannot be read or is a Git LFS pointer to the file meant."""
+    try:
+        with path.open("rb") as file:
+            start = file.read(42)
+    except OSError as error:
+        what = f"the file cannot be read ({error.strerror})"
+        raise RequestError("data.input", what=what, where=str(path)) from error
+    if start.startswith(b"version https://git-lfs.github.com/spec/"):
+        raise RequestError(
+            "data.pointer",
+            what="this is a Git LFS pointer, not the file itself",
+            where=str(path),
+            next_step="git lfs pull, or download the file",
+        )
 
 
 def _load(source: str, content: bytes) -> Any:

@@ -195,6 +195,16 @@ def test_what_is_not_there_or_only_points_elsewhere_is_refused(tmp_path: Path) -
         assert "no such file" in refusal(tmp_path / "out", name)
 
 
+def test_a_file_that_may_not_be_read_is_a_wrong_request(tmp_path: Path, monkeypatch) -> None:
+    (tmp_path / "a.txt").write_text("x")
+
+    def forbidden(*_args: object, **_kwargs: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "open", forbidden)
+    assert "Permission denied" in refusal(tmp_path / "out", tmp_path / "a.txt")
+
+
 def test_an_empty_name_does_not_mean_the_current_folder(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("a.txt").write_text("x")
