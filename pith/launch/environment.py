@@ -29,6 +29,8 @@ def rank_variables(environ: Mapping[str, str]) -> dict[str, str]:
     local_rank = _whole(environ, names[2], most=num_ranks - 1)
     if torchrun:
         address = _wanted(environ, "MASTER_ADDR")
+        if not address.strip():
+            raise _impossible("MASTER_ADDR", address, wanted="a host name or an address")
     else:
         address = environ.get("MASTER_ADDR") or first_host(_slurm_hosts(environ))
     if torchrun or environ.get("MASTER_PORT"):
@@ -104,11 +106,15 @@ def _whole(environ: Mapping[str, str], name: str, *, least: int = 0, most: int =
     text = _wanted(environ, name)
     if text.isascii() and text.isdecimal() and len(text) < 20 and least <= int(text) <= most:
         return int(text)
-    raise RequestError(
+    raise _impossible(name, text, wanted=f"a whole number from {least} to {most}")
+
+
+def _impossible(name: str, text: str, *, wanted: str) -> RequestError:
+    return RequestError(
         "launch.environment",
         what="the outer launcher set a variable to what it cannot be",
         found=repr(text),
-        wanted=f"a whole number from {least} to {most}",
+        wanted=wanted,
         where=name,
         next_step="start the job with torchrun or srun, or unset the variables of the launcher",
     )

@@ -158,3 +158,11 @@ def test_a_closed_stderr_does_not_keep_the_report_back():
     done = subprocess.run(["bash", "-c", command], stdout=subprocess.PIPE, text=True, check=False)
     assert done.returncode == 0
     assert json.loads(done.stdout)["ok"]
+
+
+def test_nonsense_of_a_launcher_leaves_other_errors_as_they_are():
+    command = f"SLURM_PROCID=0 SLURM_NTASKS=x {sys.executable} -m pith.cli recipe show nope"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: ")
+    assert "Traceback" not in done.stderr

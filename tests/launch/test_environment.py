@@ -89,6 +89,7 @@ def test_an_empty_node_list_is_refused() -> None:
         (TORCHRUN, "LOCAL_RANK", "9"),
         (TORCHRUN, "MASTER_PORT", "70000"),
         (TORCHRUN, "MASTER_PORT", ""),
+        (TORCHRUN, "MASTER_ADDR", ""),
         *((SLURM, name, "x") for name in SLURM if name != "SLURM_NODELIST"),
         (SLURM, "SLURM_NTASKS", ""),
         (SLURM, "SLURM_NTASKS", "0"),

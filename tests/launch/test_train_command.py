@@ -43,3 +43,11 @@ def test_in_a_slurm_step_the_failing_rank_speaks_and_all_end(train: Any) -> None
     assert (first.status, second.status) == (4, 4), first.stderr + second.stderr
     assert "ordered at backward of step 2" in second.stderr.splitlines()[-1]
     assert "ordered" not in first.stderr
+
+
+def test_ranks_that_never_come_are_one_line_that_counts_those_that_did(train: Any) -> None:
+    (first,) = train("--timeout", "1", variables=slurm_step(2)[:1])
+
+    assert first.status == 1, first.stderr
+    assert "1 of 2 came; wanted 2 within 1 s" in first.stderr.splitlines()[-1]
+    assert "Traceback" not in first.stderr

@@ -5,6 +5,7 @@ import math
 
 import pytest
 
+from pith.errors import RunFailedError
 from pith.run.metrics import MetricsLog, StepMetrics
 
 KEYS = (
@@ -73,3 +74,17 @@ def test_text_with_line_ends_stays_one_line(tmp_path):
     with MetricsLog(tmp_path / "m.jsonl") as log:
         log.event("note", text="a\nb\u2028c")
     assert lines(tmp_path / "m.jsonl") == [{"event": "note", "text": "a\nb\u2028c"}]
+
+
+def test_a_full_disk_is_a_failed_run_that_names_the_file_and_the_cause(tmp_path):
+    (tmp_path / "m.jsonl").symlink_to("/dev/full")
+    log = MetricsLog(tmp_path / "m.jsonl")
+    with pytest.raises(RunFailedError, match=r"m\.jsonl.*No space left"):
+        log.step(metrics())
+    log.close()
+
+
+def test_a_log_that_cannot_be_opened_is_a_failed_run_that_names_the_file(tmp_path):
+    (tmp_path / "m.jsonl").mkdir()
+    with pytest.raises(RunFailedError, match=r"m\.jsonl.*Is a directory"):
+        MetricsLog(tmp_path / "m.jsonl")
