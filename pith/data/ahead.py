@@ -1,5 +1,9 @@
 """Work done ahead of its consumer, handed over in order."""
 
+import multiprocessing
+import os
+import signal
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor, Future
@@ -23,3 +27,17 @@ def in_order(
             yield pending.popleft().result()
     while pending:
         yield pending.popleft().result()
+
+
+def start_worker() -> None:
+    """One thread of work a process; gone with its parent, and silent when that is interrupted."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_follow_parent, daemon=True).start()
+
+
+def _follow_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)

@@ -59,8 +59,9 @@ def split_documents(corpus: TokenCorpus, *, validation_fraction: float) -> tuple
                 "data.validation",
                 what="validation holds out whole documents, and the last one must train",
                 found="1 document",
-                wanted="at least 2, or a validation fraction of 0",
+                wanted="at least 2",
                 where=str(corpus.path),
+                next_step="hold nothing out with --set data.validation=0, or add documents",
             )
         wanted = max(1, round(validation_fraction * corpus.num_documents))
         num_held_out = min(wanted, corpus.num_documents - 1)

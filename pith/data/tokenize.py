@@ -11,8 +11,6 @@ import json
 import multiprocessing
 import os
 import shutil
-import signal
-import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -24,7 +22,7 @@ from pathlib import Path
 
 import numpy as np
 
-from pith.data.ahead import in_order
+from pith.data.ahead import in_order, start_worker
 from pith.data.readers import BadLineError, Record, excerpt, find_files, read_records, text_of
 from pith.data.shards import (
     MANIFEST,
@@ -235,25 +233,11 @@ def _encoding(workers: int, here: _Encode, in_worker: _Encode) -> Iterator[_Map]
         yield partial(map, here)
         return
     context = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(workers, mp_context=context, initializer=_start_worker)
+    pool = ProcessPoolExecutor(workers, mp_context=context, initializer=start_worker)
     try:
         yield partial(in_order, pool, in_worker, ahead=2 * workers)
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
-
-
-def _start_worker() -> None:
-    """One thread of work a process; gone with its parent, and silent when that is interrupted."""
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=_follow_parent, daemon=True).start()
-
-
-def _follow_parent() -> None:
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    parent.join()
-    os._exit(1)
 
 
 @contextmanager

@@ -1,7 +1,9 @@
 """What a run was made with: code, versions, devices. Never a secret, and no import of torch."""
 
 import hashlib
+import importlib.util
 import os
+import re
 import subprocess
 from importlib import metadata
 from pathlib import Path
@@ -52,10 +54,22 @@ def code_version(checkout: Path) -> dict[str, str | None]:
 
 
 def _package_version(name: str) -> str | None:
+    """The installed version; of torch the build too ("2.13.0+cu130"), without importing it."""
+    if name == "torch" and (build := _torch_build()) is not None:
+        return build
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
         return None
+
+
+def _torch_build() -> str | None:
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        return None
+    written = Path(spec.origin).with_name("version.py")
+    found = re.search(r"__version__ = '([^']+)'", written.read_text() if written.exists() else "")
+    return found[1] if found else None
 
 
 def _output(*command: str) -> bytes | None:

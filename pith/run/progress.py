@@ -25,8 +25,9 @@ class Progress:
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("a+b") as file:
-            file.truncate(SIZE_BYTES)
+        with path.open("w+b") as file:
+            file.write(b" " * SIZE_BYTES)  # a hole in the file would fail later, on a full disk
+            file.flush()
             self._map = mmap.mmap(file.fileno(), SIZE_BYTES)
         self._pid = os.getpid()
 

@@ -48,7 +48,8 @@ def test_more_ranks_are_more_data_ranks():
     assert data["num_micro_batches"] == data["batch"]["num_micro_batches"] == 2
 
 
-def test_what_training_would_refuse_is_a_warning():
+def test_what_training_would_refuse_is_a_warning(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)  # where nothing is called "corpus"
     data, text = dry_run(Recipe.load("qwen3-30b-a3b", ["model.fields.fancy=1"]))
     assert [warning.partition(":")[0] for warning in data["warnings"]] == [
         "parallel.ep",

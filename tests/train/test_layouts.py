@@ -141,7 +141,7 @@ def test_every_schedule_computes_the_step_of_one_process(run_ranks: Any, pp: int
         assert_same_step(results, case, random_batch(2 * count), label=f"pp {pp} {key}")
 
 
-@pytest.mark.parametrize("pp", [1, 3])
+@pytest.mark.parametrize("pp", [1, 2, 3, 4])
 def test_gradients_are_bit_equal_across_schedules_in_float32(run_ranks: Any, pp: int) -> None:
     outcomes = run_ranks(pp, many_cases, pp, {"precision": "float32"})
     for count in micro_batch_counts(pp):
