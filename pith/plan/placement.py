@@ -1,12 +1,10 @@
 """Which layers each stage holds: the one rule that models, engine and checkpoints read."""
 
 from collections.abc import Sequence
+from fractions import Fraction
 from itertools import accumulate
 
 from pith.errors import Fault, RequestError
-
-# Costs closer than this share of the whole count as equal, so that rounding decides no split.
-RESOLUTION = 10**9
 
 
 def split_layers(
@@ -46,12 +44,17 @@ def _checked(lengths: Sequence[int], *, num_layers: int, num_stages: int) -> tup
 def _whole_numbers(
     costs: Sequence[float], num_stages: int, first_cost: float, last_cost: float
 ) -> tuple[list[int], list[int]]:
-    """Layer costs, and what each stage carries besides, as integers of one scale."""
-    scale = RESOLUTION / (sum(costs) + first_cost + last_cost or 1.0)
+    """Layer costs, and what each stage carries besides, as exact integers of one scale.
+
+    Exact, so that no rounding decides between splits that are equally good.
+    """
+    exact = [Fraction(cost) for cost in (*costs, first_cost, last_cost)]
+    scale = max(value.denominator for value in exact)  # powers of two: floats are dyadic
+    *layers, first, last = (int(value * scale) for value in exact)
     carried = [0] * num_stages
-    carried[0] += round(first_cost * scale)
-    carried[-1] += round(last_cost * scale)
-    return [round(cost * scale) for cost in costs], carried
+    carried[0] += first
+    carried[-1] += last
+    return layers, carried
 
 
 def _even_lengths(costs: list[int], carried: list[int]) -> tuple[int, ...]:

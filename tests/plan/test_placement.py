@@ -3,7 +3,7 @@
 from itertools import combinations_with_replacement
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from pith.errors import RequestError
@@ -40,6 +40,7 @@ def test_every_layer_is_placed_exactly_once(num_layers, num_stages):
 
 
 @settings(max_examples=60, deadline=None)
+@example(costs=[5, 9, 9, 0, 2, 8], num_stages=2, first=8, last=12)
 @given(
     costs=st.lists(st.integers(0, 9), min_size=1, max_size=7),
     num_stages=st.integers(1, 4),

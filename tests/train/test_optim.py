@@ -64,9 +64,15 @@ def test_every_parameter_is_in_exactly_one_group():
     }
 
 
-def test_a_stage_may_own_only_norms():
-    named = {"norm": parameters()["norm"]}
-    assert [group["weight_decay"] for group in built(named).param_groups] == [0.0]
+@pytest.mark.parametrize("names", [["norm"], []])
+def test_a_rank_may_own_only_norms_or_nothing(names):
+    named = {name: parameters()[name] for name in names}
+    optimizer = built(named)
+    optimizer.step()
+    found = {
+        id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]
+    }
+    assert found == {id(tensor): 0.0 for tensor in named.values()}
 
 
 def test_master_weights_and_moments_are_float32():
