@@ -13,8 +13,11 @@ import pytest
 import torch
 import torch._dynamo  # the first optimizer step imports it: once here, not in every rank
 import torch.distributed as dist
+from hypothesis import settings
 
 torch.set_num_threads(1)
+settings.register_profile("reproducible", derandomize=True)
+settings.load_profile("reproducible")
 
 RunRanks = Callable[..., list[Any]]
 
