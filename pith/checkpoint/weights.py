@@ -8,7 +8,6 @@ weights.json: `schema`, `metadata`, `tensors` {canonical name: file, shape, dtyp
 `files` {name: size_bytes, sha256}.
 """
 
-import hashlib
 import json
 import os
 import shutil
@@ -21,7 +20,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from pith.data.shards import is_disk_trouble
+from pith.data.shards import is_disk_trouble, sha256_of, sync
 from pith.errors import Fault, PithError, RequestError, RunFailedError
 
 SCHEMA = "pith/weights/1"
@@ -102,8 +101,8 @@ def save_part(
             save_file(
                 {n: t.contiguous() for n, t in shard.items()}, path, metadata={"format": "pt"}
             )
-            _sync(path)
-            files[path.name] = {"size_bytes": path.stat().st_size, "sha256": _sha256(path)}
+            sync(path)
+            files[path.name] = {"size_bytes": path.stat().st_size, "sha256": sha256_of(path)}
         except (OSError, SafetensorError) as error:
             raise _unwritable(path, error) from error
         for name, tensor in shard.items():
@@ -215,10 +214,10 @@ def _publish(
     _write_json(temporary / MANIFEST, manifest)
     for path in temporary.glob("part-*.json"):
         path.unlink()
-    _sync(temporary)
+    sync(temporary)
     _refuse_existing(folder)
     temporary.rename(folder)
-    _sync(folder.parent)
+    sync(folder.parent)
 
 
 def _read_manifest(folder: Path) -> dict[str, Any]:
@@ -251,7 +250,7 @@ def _check(folder: Path, name: str, file: Mapping[str, Any]) -> Iterator[Fault]:
         yield Fault(str(path), "no such file", f"{file['size_bytes']} bytes")
     elif path.stat().st_size != file["size_bytes"]:
         yield Fault(str(path), f"{path.stat().st_size} bytes", f"{file['size_bytes']} bytes")
-    elif (found := _sha256(path)) != file["sha256"]:
+    elif (found := sha256_of(path)) != file["sha256"]:
         yield Fault(str(path), f"sha256 {found}", str(file["sha256"]))
 
 
@@ -262,23 +261,9 @@ def _part_name(part: int) -> str:
 def _write_json(path: Path, value: Mapping[str, object]) -> None:
     try:
         path.write_text(json.dumps(value, indent=1) + "\n")
-        _sync(path)
+        sync(path)
     except OSError as error:
         raise _unwritable(path, error) from error
-
-
-def _sync(path: Path) -> None:
-    """Bring a file, or the names in a folder, to the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _refuse_existing(folder: Path) -> None:

@@ -25,9 +25,9 @@ from pith.data.shards import Ids
 from pith.data.split import Split, split_documents
 from pith.data.tokenize import tokenize
 from pith.errors import RequestError
+from pith.ops.cross_entropy import NOT_COUNTED
 
 EMBEDDED = "embedded"
-NOT_COUNTED = -100
 _BATCHES_AHEAD = 2
 
 
@@ -38,6 +38,11 @@ class Batch:
     tokens_NS: Ids
     labels_NS: Ids
     sample_ids: Ids  # [N] number of each window in its split
+
+    @property
+    def num_counted(self) -> int:
+        """Labels that count in the loss."""
+        return int((self.labels_NS != NOT_COUNTED).sum())
 
 
 class Loader:

@@ -147,9 +147,13 @@ class CorpusWriter:
 
 def describe(path: Path) -> FileEntry:
     """Size and checksum of a file, read back from disk."""
+    return FileEntry(name=path.name, size_bytes=path.stat().st_size, sha256=sha256_of(path))
+
+
+def sha256_of(path: Path) -> str:
+    """The checksum of a file, read back from disk."""
     with path.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    return FileEntry(name=path.name, size_bytes=path.stat().st_size, sha256=digest)
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def write_durably(path: Path, content: bytes) -> None:
@@ -160,7 +164,7 @@ def write_durably(path: Path, content: bytes) -> None:
         file.flush()
         os.fsync(file.fileno())
     draft.replace(path)
-    sync_folder(path.parent)
+    sync(path.parent)
 
 
 def is_disk_trouble(error: OSError) -> bool:
@@ -168,9 +172,9 @@ def is_disk_trouble(error: OSError) -> bool:
     return error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO)
 
 
-def sync_folder(folder: Path) -> None:
-    """Makes the names in a folder durable."""
-    handle = os.open(folder, os.O_RDONLY)
+def sync(path: Path) -> None:
+    """Bring a file, or the names in a folder, to the disk."""
+    handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:

@@ -35,7 +35,7 @@ from pith.data.shards import (
     Manifest,
     describe,
     is_disk_trouble,
-    sync_folder,
+    sync,
     token_dtype,
     write_durably,
 )
@@ -370,9 +370,9 @@ def _publish(draft: Path, out: Path, manifest: Manifest) -> None:
     write_durably(draft / MANIFEST, manifest.model_dump_json(indent=1).encode() + b"\n")
     for name in (_PROGRESS, _LOCK):
         (draft / name).unlink()
-    sync_folder(draft)
+    sync(draft)
     draft.rename(out)
-    sync_folder(out.parent)
+    sync(out.parent)
 
 
 def _bad_line(rejection: _Rejection, max_bad_lines: int) -> RequestError:

@@ -16,10 +16,12 @@ import torch
 from pith.checkpoint.weights import begin, commit, save_part, temporary_folder
 from pith.comm.world import World
 from pith.config import Recipe
-from pith.data.loader import NOT_COUNTED, Batch, Loader, prepare
+from pith.data.loader import Batch, Loader, prepare
 from pith.errors import RunFailedError
+from pith.ops.cross_entropy import NOT_COUNTED
 from pith.plan.flops import mfu, peak_bf16_flops
 from pith.run.console import StepConsole
+from pith.run.folder import RunFolder
 from pith.run.job import Job
 from pith.run.metrics import MetricsLog, StepMetrics
 from pith.run.progress import Progress
@@ -86,7 +88,7 @@ class Log:
         self._recipe = recipe
         self._world = world
         self._speaks = world.rank == 0
-        self._metrics = MetricsLog(Path(job.run_dir) / "metrics.jsonl") if self._speaks else None
+        self._metrics = MetricsLog(folder_of(job).metrics) if self._speaks else None
         self._console = StepConsole(recipe.training.steps)
         self.steps: list[StepMetrics] = []
         length = recipe.training.sequence_length
@@ -165,7 +167,7 @@ def _train(job: Job, trainer: Trainer, log: Log, loader: Loader, batches: Iterat
         _synchronise(trainer.world.device)
         log.step(index, result, time.perf_counter() - start)
         if index == 0:
-            write_trace(Path(job.run_dir) / "trace", trainer.world.rank, [" ".join(result.slots)])
+            write_trace(folder_of(job).trace, trainer.world.rank, [" ".join(result.slots)])
         if result.num_counted == 0:
             log.event("nothing_counted", f"step {index + 1}: no label counts", step=index + 1)
         num_skips = 0 if result.updated else num_skips + 1
@@ -208,7 +210,7 @@ def _validate(trainer: Trainer, loader: Loader, log: Log) -> float | None:
     total, num_counted = 0.0, 0
     for batch in batches_of(loader.validation(num_sequences), trainer.recipe):
         total += trainer.evaluate(batch)
-        num_counted += int((batch.labels_NS != NOT_COUNTED).sum())
+        num_counted += batch.num_counted
     loss = total / max(1, num_counted)
     text = f"validation loss {loss:.4f} over {num_sequences} sequences"
     log.event("validation", text, step=len(log.steps), validation_loss=loss)
@@ -274,8 +276,13 @@ def _require_finite(what: str, value: float) -> None:
 
 def _weights_folder(job: Job, recipe: Recipe) -> Path:
     """Where the weights of the last step go."""
-    directory = Path(recipe.checkpoint.directory or Path(job.run_dir, "checkpoints")).absolute()
+    directory = Path(recipe.checkpoint.directory or folder_of(job).checkpoints).absolute()
     return directory / f"weights-{recipe.training.steps:08d}"
+
+
+def folder_of(job: Job) -> RunFolder:
+    """The run folder that was made for `job`."""
+    return RunFolder(Path(job.run_dir))
 
 
 def _device(job: Job) -> torch.device:

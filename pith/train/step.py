@@ -68,7 +68,7 @@ class Trainer:
         `watch` is called with the text of each slot, and "optimizer", before it starts.
         """
         model, meter = self.model, RoutingMeter()
-        num_counted = int((batch.labels_NS != -100).sum())
+        num_counted = batch.num_counted
         model.parameters.gather()
         scale = self.recipe.balance_coefficient * num_counted / batch.labels_NS.size
         micro_batches = self._micro_batches(batch, balance_per_token=scale, meter=meter)

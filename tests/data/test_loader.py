@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 
 from pith.data.corpus import TokenCorpus
-from pith.data.loader import NOT_COUNTED, Loader
+from pith.data.loader import Loader
 from pith.data.split import split_documents
 from pith.errors import RequestError
+from pith.ops.cross_entropy import NOT_COUNTED
 
 TEXTS = [f"document {k} " + "abcdefghij"[: k % 10] * (k % 4) for k in range(40)]
 END = 256

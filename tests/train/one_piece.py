@@ -8,10 +8,11 @@ from torch.nn import functional
 
 from pith.comm.exchange import LocalExchange
 from pith.config import Recipe
-from pith.data.loader import NOT_COUNTED, Batch
+from pith.data.loader import Batch
 from pith.layer.protocol import Context, Parts
 from pith.models.qwen3 import Qwen3Stage
 from pith.ops import choose
+from pith.ops.cross_entropy import NOT_COUNTED
 from pith.train.initial import fill
 from pith.train.step import RoutingMeter
 

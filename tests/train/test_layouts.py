@@ -10,7 +10,8 @@ from torch import Tensor
 
 from pith.comm.world import World
 from pith.config import Recipe
-from pith.data.loader import NOT_COUNTED, Batch
+from pith.data.loader import Batch
+from pith.ops.cross_entropy import NOT_COUNTED
 from pith.schedule.build import SCHEDULES
 from pith.schedule.table import slot_text
 from pith.train.build import build

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from pith.comm.world import World
 from pith.config import Recipe
-from pith.data.loader import NOT_COUNTED, Batch
+from pith.data.loader import Batch
 from pith.errors import RunFailedError
+from pith.ops.cross_entropy import NOT_COUNTED
 from pith.run.job import Job
 from pith.schedule.table import slot_text
 from pith.train import loop

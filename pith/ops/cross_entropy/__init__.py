@@ -1,0 +1,1 @@
+NOT_COUNTED = -100  # the label that the loss passes over

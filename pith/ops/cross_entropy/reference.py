@@ -3,9 +3,8 @@
 from torch import Tensor
 from torch.nn import functional
 
+from pith.ops.cross_entropy import NOT_COUNTED
 from pith.ops.precision import widen
-
-NOT_COUNTED = -100
 
 
 def cross_entropy(logits_TV: Tensor, labels_T: Tensor) -> Tensor:
