@@ -1,9 +1,11 @@
 """The router: which experts each token goes to, decided in float32 or wider."""
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
-from pith.layer.balance import balance
+from pith.layer.balance import attach_losses
 from pith.layer.protocol import Context, Parts
 from pith.layer.weights import Weighted
 from pith.ops.precision import widen
@@ -27,9 +29,19 @@ class Router(Weighted):
 
     def forward(self, tokens_TD: Tensor, context: Context) -> tuple[Tensor, Tensor]:
         """Tokens -> (ids [T, K] int64, weights [T, K] float32 or wider)."""
-        operators = self.parts.operators
-        logits_TE = operators.linear(widen(tokens_TD), self.weight, sink=self.parts.sink)
-        probs_TE, weights_TK, ids_TK = operators.topk_route(
-            logits_TE, k=self.top_k, normalize=self.normalize
+        linear = self.parts.operators.linear
+        logits_TE = linear(widen(tokens_TD), self.weight, sink=self.parts.sink)
+        probs_TE, weights_TK, ids_TK = self._route(logits_TE, context)
+        return ids_TK, attach_losses(
+            weights_TK, logits_TE, probs_TE, ids_TK, context, layer=self.layer
         )
-        return ids_TK, balance(weights_TK, probs_TE, ids_TK, context, layer=self.layer)
+
+    def _route(self, logits_TE: Tensor, context: Context) -> tuple[Tensor, Tensor, Tensor]:
+        """Probabilities, weights and ids: of the k best experts, or of those that replace them."""
+        route = partial(
+            self.parts.operators.topk_route, logits_TE, k=self.top_k, normalize=self.normalize
+        )
+        best = route()
+        if context.routing is None:
+            return best
+        return route(chosen_TK=context.routing.choose(self.layer, best[-1]))
