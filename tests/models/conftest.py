@@ -11,7 +11,7 @@ from torch.overrides import TorchFunctionMode
 
 from pith.arch.qwen3 import Qwen3
 from pith.comm.exchange import LocalExchange
-from pith.layer.protocol import Context, Parts
+from pith.layer.protocol import Context, Parts, RouterLosses
 from pith.models.qwen3 import Qwen3Stage
 from pith.ops import choose
 from pith.ops.sink import GradSink
@@ -56,7 +56,7 @@ class Records:
     loads: dict[int, Tensor] = field(default_factory=dict)
     losses: dict[int, Tensor] = field(default_factory=dict)
 
-    def record(self, layer: int, load_E: Tensor, balance_loss: Tensor) -> None:
+    def record(self, layer: int, load_E: Tensor, balance_loss: Tensor, z_loss: Tensor) -> None:
         self.loads[layer] = self.loads.get(layer, 0) + load_E
         self.losses[layer] = self.losses.get(layer, 0) + balance_loss
 
@@ -133,9 +133,9 @@ def whole_model() -> Callable[..., Qwen3Stage]:
 def context_for(records: Records) -> Callable[..., Context]:
     """The context of a batch of sequences that all start at position 0."""
 
-    def build(stage: Qwen3Stage, length: int, *, balance_scale: float = 0.0) -> Context:
+    def build(stage: Qwen3Stage, length: int, losses: RouterLosses | None = None) -> Context:
         cos_BSd, sin_BSd = stage.rotary(torch.arange(length).unsqueeze(0))
-        return Context(cos_BSd, sin_BSd, balance_scale, records)
+        return Context(cos_BSd, sin_BSd, records, losses or RouterLosses())
 
     return build
 

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from importlib import resources
 from itertools import pairwise
 from typing import Any
@@ -17,7 +18,7 @@ from pith.arch import from_config
 from pith.arch.qwen3 import Qwen3
 from pith.comm.exchange import LocalExchange
 from pith.engine.weight_grads import WeightGrads
-from pith.layer.protocol import Carry, Context, Layer, Parts, Stage
+from pith.layer.protocol import Carry, Context, Layer, Parts, RouterLosses, Stage
 from pith.models.qwen3 import Qwen3Stage
 from pith.ops import choose
 
@@ -137,7 +138,7 @@ def test_gradients_given_to_a_sink_equal_plain_autograd(
     else:
         dtype, tolerance = torch.float64, 1e-12
     plain = whole_model(config, dtype)
-    context = context_for(plain, batch[0].shape[1], balance_scale=0.7)
+    context = context_for(plain, batch[0].shape[1], RouterLosses(balance_scale=0.7, z_scale=0.3))
     forward_loss(plain, batch, context).backward()
 
     sink, overrides = WeightGrads(), {"grouped_linear": grouped_linear}
@@ -158,7 +159,7 @@ def test_five_stages_by_hand_are_the_layer_bit_for_bit(
     batch: tuple[Tensor, Tensor],
 ) -> None:
     stage = whole_model(config, torch.float32)
-    context = context_for(stage, batch[0].shape[1], balance_scale=0.7)
+    context = context_for(stage, batch[0].shape[1], RouterLosses(balance_scale=0.7, z_scale=0.3))
     hidden_BSD = stage.embed(batch[0]).hidden_BSD.detach()
     results = []
     for by_hand in (False, True):
@@ -170,8 +171,9 @@ def test_five_stages_by_hand_are_the_layer_bit_for_bit(
                 routed = layer.attend(Carry(leaf), context)
                 assert layer.communicates == stage.arch.is_moe(int(number))
                 assert (routed.ids_TK is not None) == layer.communicates
-                partial_RD = layer.experts(layer.dispatch(routed).wait())
-                out = layer.aggregate(layer.combine(partial_RD).wait(), routed.residual)
+                received = layer.dispatch(routed).wait()
+                combine = layer.combine(layer.experts(received), received.route)
+                out = layer.aggregate(combine.wait(), routed.residual)
             else:
                 out = layer.forward(Carry(leaf), context)
             out.hidden_BSD.square().sum().backward()
@@ -189,7 +191,7 @@ def test_gradients_returned_by_hand_equal_the_layers(
     batch: tuple[Tensor, Tensor],
 ) -> None:
     stage = whole_model(moe_config, torch.float64)
-    context = context_for(stage, batch[0].shape[1], balance_scale=0.7)
+    context = context_for(stage, batch[0].shape[1], RouterLosses(balance_scale=0.7, z_scale=0.3))
     hidden_BSD = stage.embed(batch[0]).hidden_BSD.detach()
     layer = stage.layers["1"]
 
@@ -202,14 +204,12 @@ def test_gradients_returned_by_hand_equal_the_layers(
         received = layer.dispatch(routed).wait()
     tokens_RD = received.tokens_RD.detach().requires_grad_()
     weights_RK = received.weights_RK.detach().requires_grad_()
-    partial_RD = layer.experts(
-        type(received)(tokens_RD, received.ids_RK, weights_RK, received.counts_e)
-    )
+    partial_RD = layer.experts(replace(received, tokens_RD=tokens_RD, weights_RK=weights_RK))
     residual = routed.residual.hidden_BSD.detach().requires_grad_()
     summed_TD = partial_RD.detach().requires_grad_()
     layer.aggregate(summed_TD, Carry(residual)).hidden_BSD.square().sum().backward()
-    partial_RD.backward(layer.combine_backward(summed_TD.grad).wait())
-    returned = layer.dispatch_backward(tokens_RD.grad, weights_RK.grad).wait()
+    partial_RD.backward(layer.combine_backward(summed_TD.grad, received.route).wait())
+    returned = layer.dispatch_backward(tokens_RD.grad, weights_RK.grad, received.route).wait()
     outputs = (routed.tokens_TD, routed.weights_TK, routed.residual.hidden_BSD)
     torch.autograd.backward(outputs, (*returned, residual.grad))
     torch.testing.assert_close(leaf.grad, whole.grad, rtol=1e-12, atol=1e-12)

@@ -57,17 +57,40 @@ def test_probabilities_and_weights_are_never_narrower_than_float32(
 
 
 @pytest.mark.parametrize("normalize", [True, False])
+@pytest.mark.parametrize("given", [True, False])
 def test_weights_and_their_gradients_equal_the_formula(
-    operator: Find, normalize: bool, generator: torch.Generator
+    operator: Find, normalize: bool, given: bool, generator: torch.Generator
 ) -> None:
     logits = torch.randn(7, 6, generator=generator, dtype=torch.float64, requires_grad=True)
     dweights = torch.randn(7, 3, generator=generator, dtype=torch.float64)
-    _, weights_TK, ids_TK = operator("topk_route")(logits, k=3, normalize=normalize)
+    worst_TK = logits.detach().argsort(dim=1)[:, :3]
+    chosen_TK = worst_TK if given else None
+    probs_TE, weights_TK, ids_TK = operator("topk_route")(
+        logits, k=3, normalize=normalize, chosen_TK=chosen_TK
+    )
+    assert torch.equal(ids_TK, worst_TK) == given
     weights_TK.backward(dweights)
     found, logits.grad = logits.grad, None
     powers = logits.exp()
     chosen = powers.gather(1, ids_TK)
     wanted = chosen / (chosen if normalize else powers).sum(1, keepdim=True)
     wanted.backward(dweights)
+    torch.testing.assert_close(probs_TE, powers / powers.sum(1, keepdim=True))
     torch.testing.assert_close(weights_TK, wanted)
     torch.testing.assert_close(found, logits.grad)
+
+
+def test_its_own_choice_given_back_changes_no_bit(operator: Find, router_logits: Tensor) -> None:
+    route = operator("topk_route")
+    own = route(router_logits, k=8, normalize=True)
+    again = route(router_logits, k=8, normalize=True, chosen_TK=own[2])
+    assert all(torch.equal(a, b) for a, b in zip(own, again, strict=True))
+
+
+@pytest.mark.parametrize("shape", [(4096, 7), (4095, 8)])
+def test_choices_of_another_shape_are_refused(
+    operator: Find, router_logits: Tensor, shape: tuple[int, int]
+) -> None:
+    chosen_TK = torch.zeros(shape, dtype=torch.int64)
+    with pytest.raises(AssertionError, match=r"not \(4096, 8\)"):
+        operator("topk_route")(router_logits, k=8, normalize=True, chosen_TK=chosen_TK)
