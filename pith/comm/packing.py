@@ -23,8 +23,11 @@ def unpack(packed: Tensor, *, like: Rows) -> Rows:
     """Rows packed as those of `like` were, as tensors again; their number is free."""
     if len(like) == 1:
         return (packed,)
-    parts = packed.split_with_sizes([row_size(x) * x.itemsize for x in like], dim=1)
-    return tuple(_from_bytes(part, x) for part, x in zip(parts, like, strict=True))
+    row_bytes = [row_size(x) * x.itemsize for x in like]
+    # Eight bytes at once, where they fit, take half the time of single ones on CUDA.
+    word = torch.int64 if all(n % 8 == 0 for n in row_bytes) else torch.uint8
+    parts = packed.view(word).split_with_sizes([n // word.itemsize for n in row_bytes], dim=1)
+    return tuple(_from_words(part, x) for part, x in zip(parts, like, strict=True))
 
 
 def row_size(x: Tensor) -> int:
@@ -32,8 +35,8 @@ def row_size(x: Tensor) -> int:
     return math.prod(x.shape[1:])
 
 
-def _from_bytes(part: Tensor, like: Tensor) -> Tensor:
-    # A copy even of a single row, which counts as contiguous yet may start at an odd byte.
+def _from_words(part: Tensor, like: Tensor) -> Tensor:
+    # A copy even of a single row, which counts as contiguous yet may start at an odd place.
     aligned = part.clone(memory_format=torch.contiguous_format)
     return aligned.view(like.dtype).view(len(part), *like.shape[1:])
 

@@ -49,7 +49,8 @@ def choices(num_ranks: int, num_tokens: int, low: int, high: int) -> Ids:
 def draw(*key: object, rows: int) -> Rows:
     """bfloat16 [rows, 5], float32 [rows, 3] and float64 [rows, 2, 2]: other ones for each key.
 
-    Five bfloat16 leave whatever is packed behind them at an odd place.
+    Five bfloat16 leave whatever is packed behind them at an odd place; float64 and ids are
+    whole words.
     """
     generator = torch.Generator().manual_seed(zlib.crc32(repr(key).encode()))
     shapes = {torch.bfloat16: (5,), torch.float32: (K,), torch.float64: (2, 2)}
@@ -102,6 +103,7 @@ def exchange_all(ep: int) -> dict[tuple[str, str, str], Rows]:
             route = exchange.route(ids[rank])
             brain, single, double = draw(case, rank, rows=len(ids[rank]))
             flying[name, case, "gather"] = route.gather_tokens(brain, single, ids[rank])
+            flying[name, case, "gather whole words"] = route.gather_tokens(double, ids[rank])
             flying[name, case, "gather one"] = route.gather_tokens(strided(double))
             num_rows = len(arrivals(name, ids, rank))
             brain, single, double = draw(name, case, rank, rows=num_rows)
@@ -113,8 +115,8 @@ def exchange_all(ep: int) -> dict[tuple[str, str, str], Rows]:
     return {key: flying[key].wait() for key in keys}
 
 
-def gathered(name: str, case: str, ids: Ids, rank: int) -> tuple[Rows, Rows]:
-    """What `rank` should receive: packed, and on its own."""
+def gathered(name: str, case: str, ids: Ids, rank: int) -> dict[str, Rows]:
+    """What `rank` should receive."""
     rows = [(*draw(case, source, rows=len(ids_TK)), ids_TK) for source, ids_TK in enumerate(ids)]
     places = arrivals(name, ids, rank)
 
@@ -122,7 +124,11 @@ def gathered(name: str, case: str, ids: Ids, rank: int) -> tuple[Rows, Rows]:
         empty = rows[0][number][:0]
         return torch.cat([empty, *(rows[source][number][token, None] for source, token in places)])
 
-    return (column(0), column(1), column(3)), (column(2),)
+    return {
+        "gather": (column(0), column(1), column(3)),
+        "gather whole words": (column(2), column(3)),
+        "gather one": (column(2),),
+    }
 
 
 def summed(name: str, case: str, ids: Ids, rank: int, *, wide: bool, order: int) -> Rows:
@@ -165,9 +171,8 @@ def test_rows_arrive_in_order_and_sums_come_back_to_the_bit(
         rank = member // (num_ranks // ep)
         for name, case, ids in cases:
             where = f"{name}, {case}, rank {rank}"
-            packed, alone = gathered(name, case, ids, rank)
-            assert equal(found[name, case, "gather"], packed), where
-            assert equal(found[name, case, "gather one"], alone), where
+            for way, wanted in gathered(name, case, ids, rank).items():
+                assert equal(found[name, case, way], wanted), f"{where}: {way}"
             brain, single, double = summed(name, case, ids, rank, wide=True, order=1)
             assert equal(found[name, case, "reduce"], (brain, single)), where
             assert equal(found[name, case, "reduce one"], (double,)), where
