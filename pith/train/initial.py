@@ -23,24 +23,22 @@ CHUNK = 1 << 20  # elements drawn at once: the scratch buffers stay in cache
 Words = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
-def fill(tensor: Tensor, spec: ParameterSpec, *, seed: int, offset_e: int = 0) -> None:
+def fill(tensor: Tensor, spec: ParameterSpec, *, seed: int, first_row: int = 0) -> None:
     """Write the initial values of `spec` into `tensor`, in place, rounded from float32.
 
-    `tensor` has the shape of `spec`; one of stacked experts holds [offset_e, offset_e + len) of
-    them. It may be a strided view and of any floating dtype.
+    `tensor` holds the rows [first_row, first_row + len) of the first axis of `spec`, maybe none.
+    It may be a strided view and of any floating dtype.
     """
-    stacked = spec.role is Role.EXPERTS
     assert tensor.shape[1:] == spec.shape[1:], (spec.name, tensor.shape)
-    assert stacked or (offset_e == 0 and tensor.shape == spec.shape), (spec.name, tensor.shape)
-    assert offset_e + len(tensor) <= spec.shape[0], (spec.name, offset_e, len(tensor))
+    assert 0 <= first_row <= spec.shape[0] - len(tensor), (spec.name, first_row, len(tensor))
     with torch.no_grad():
         if spec.std == 0:
             tensor.fill_(spec.fill)
-        elif stacked:
-            for local, matrix in enumerate(tensor):
-                _fill_rows(matrix, spec, seed=seed, expert=offset_e + local)
+        elif spec.role is Role.EXPERTS:
+            for expert, matrix in enumerate(tensor, start=first_row):
+                _fill_rows(matrix, spec, seed=seed, first_row=0, expert=expert)
         else:
-            _fill_rows(tensor, spec, seed=seed, expert=0)
+            _fill_rows(tensor, spec, seed=seed, first_row=first_row, expert=0)
 
 
 def values(
@@ -95,13 +93,15 @@ def philox4x32(counter: Words, *, key: tuple[int, int]) -> Words:
     return c0, c1.bitwise_and_(LOW_32), c2, c3.bitwise_and_(LOW_32)
 
 
-def _fill_rows(tensor: Tensor, spec: ParameterSpec, *, seed: int, expert: int) -> None:
-    """Fill one parameter, or one expert's, a few rows of the first axis at a time."""
+def _fill_rows(
+    tensor: Tensor, spec: ParameterSpec, *, seed: int, first_row: int, expert: int
+) -> None:
+    """Fill rows of one parameter, or of one expert's, a few at a time."""
     row_elements = math.prod(tensor.shape[1:])
     step = max(1, CHUNK // row_elements)
     for row in range(0, len(tensor), step):
         rows = tensor[row : row + step]
-        start = row * row_elements
+        start = (first_row + row) * row_elements
         stop = start + rows.numel()
         drawn = values(spec, start, stop, seed=seed, expert=expert, device=tensor.device)
         rows.copy_(drawn.view(rows.shape))

@@ -12,6 +12,8 @@ from pith.train.initial import fill, philox4x32, values
 
 MATRIX = ParameterSpec("layers.0.mlp.up_proj.weight", (12, 10), Role.MATRIX, 0, std=0.02)
 EXPERTS = ParameterSpec("layers.0.mlp.experts.up_proj.weight", (6, 5, 7), Role.EXPERTS, 0, std=0.5)
+VECTOR = ParameterSpec("layers.0.dt_bias", (9,), Role.BIAS, 0, std=1.0)
+ONES = ParameterSpec("layers.0.norm.weight", (5,), Role.NORM, 0, fill=1.0)
 
 
 def drawn(spec: ParameterSpec, *, seed: int = 1, dtype: torch.dtype = torch.float32):
@@ -106,13 +108,17 @@ def test_a_slice_equals_the_whole(start, stop):
     assert torch.equal(values(MATRIX, start, stop, seed=1), drawn(MATRIX).view(-1)[start:stop])
 
 
-@pytest.mark.parametrize("ep", [1, 2, 3, 6])
-def test_experts_do_not_depend_on_how_they_are_shared_out(ep):
-    each = EXPERTS.shape[0] // ep
-    shards = [torch.full((each, 5, 7), math.nan) for _ in range(ep)]
-    for rank, shard in enumerate(shards):
-        fill(shard, EXPERTS, seed=1, offset_e=rank * each)
-    assert torch.equal(torch.cat(shards), drawn(EXPERTS))
+@pytest.mark.parametrize("spec", [MATRIX, EXPERTS, VECTOR, ONES], ids=lambda spec: spec.name)
+def test_every_cut_in_row_shards_equals_the_rows_of_the_whole(spec):
+    whole = drawn(spec)
+    for start in range(len(whole) + 1):
+        for stop in range(start, len(whole) + 1):
+            shard = torch.full((stop - start, *spec.shape[1:]), math.nan)
+            fill(shard, spec, seed=1, first_row=start)
+            assert torch.equal(shard, whole[start:stop]), (start, stop)
+
+
+def test_an_expert_is_drawn_by_its_global_number():
     one = values(EXPERTS, 0, 35, seed=1, expert=4).view(5, 7)
     assert torch.equal(one, drawn(EXPERTS)[4])
 
@@ -133,8 +139,7 @@ def test_no_spread_means_the_constant(value, shape):
 
 
 def test_one_dimensional_parameters_can_be_drawn():
-    spec = ParameterSpec("layers.0.dt_bias", (9,), Role.BIAS, 0, std=1.0)
-    assert torch.equal(drawn(spec), values(spec, 0, 9, seed=1))
+    assert torch.equal(drawn(VECTOR), values(VECTOR, 0, 9, seed=1))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
@@ -150,19 +155,22 @@ def test_a_parameter_that_wants_a_gradient_is_filled_without_recording():
 
 
 @pytest.mark.parametrize(
-    ("shape", "spec", "offset_e"),
+    ("shape", "spec", "first_row"),
     [
         ((12, 9), MATRIX, 0),
-        ((6, 10), MATRIX, 0),
+        ((13, 10), MATRIX, 0),
         ((12, 10), MATRIX, 1),
+        ((3, 10), MATRIX, -1),
+        ((0, 10), MATRIX, 13),
         ((6, 5, 6), EXPERTS, 0),
         ((3, 5, 7), EXPERTS, 4),
+        ((6,), ONES, 0),
     ],
 )
-def test_a_tensor_of_another_shape_is_refused_untouched(shape, spec, offset_e):
+def test_rows_that_are_not_those_of_the_parameter_are_refused_untouched(shape, spec, first_row):
     tensor = torch.full(shape, 5.0)
     with pytest.raises(AssertionError):
-        fill(tensor, spec, seed=1, offset_e=offset_e)
+        fill(tensor, spec, seed=1, first_row=first_row)
     assert tensor.eq(5.0).all()
 
 
