@@ -4,7 +4,8 @@ import multiprocessing
 import os
 import pickle
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,23 @@ settings.register_profile("reproducible", derandomize=True)
 settings.load_profile("reproducible")
 
 RunRanks = Callable[..., list[Any]]
+
+
+@contextmanager
+def group_of_one() -> Iterator[None]:
+    """A process group of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    """A process group of this process alone, for as long as the test runs."""
+    with group_of_one():
+        yield
 
 
 @pytest.fixture

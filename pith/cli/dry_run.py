@@ -39,13 +39,13 @@ def dry_run(
         decay_steps=optimizer.decay_steps,
         min_lr_ratio=optimizer.min_lr_ratio,
     )
-    warnings = tuple(_warnings(recipe, world_size))
+    warnings = tuple(_warnings(recipe))
     data = _data(recipe, plan, rates) | {"warnings": list(warnings)}
     return data, "\n".join(_lines(recipe, plan, rates, warnings, width))
 
 
-def _warnings(recipe: Recipe, world_size: int | None) -> Iterator[str]:
-    for fault in recipe.not_trainable_yet(world_size):
+def _warnings(recipe: Recipe) -> Iterator[str]:
+    for fault in recipe.not_trainable_yet():
         yield str(fault)
     corpus = recipe.data.corpus
     if corpus != "embedded" and not os.path.exists(corpus):

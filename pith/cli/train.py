@@ -104,7 +104,7 @@ def _train(
     recipe: Recipe, world_size: int | None, placing: Placing, *, fault: str | None, debug: bool
 ) -> dict[str, Any] | None:
     """Train in this process where it is a rank already, in new processes where it is not."""
-    if faults := recipe.not_trainable_yet(world_size):
+    if faults := recipe.not_trainable_yet():
         raise RequestError(
             "recipe.not_trainable_yet",
             what="this layout can be planned but not trained yet",

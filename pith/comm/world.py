@@ -44,6 +44,12 @@ class World:
         group = dist.new_group(list(members), timeout=self.timeout)
         return group if isinstance(group, dist.ProcessGroup) and self.rank in members else None
 
+    def partition(self, groups: Sequence[Sequence[int]]) -> dist.ProcessGroup:
+        """The group of this rank among `groups`, which together hold every rank once."""
+        made = [self.group(members) for members in groups]
+        (mine,) = (group for group in made if group is not None)
+        return mine
+
     def sum(self, values: Tensor) -> Tensor:
         """The sum of `values` over all ranks, on the host (every world carries host tensors)."""
         total = values.to("cpu", copy=True)
@@ -55,19 +61,23 @@ class World:
         """Wait for every rank."""
         self.sum(torch.zeros(1))
 
-    def agree(self, what: str, text: str) -> None:
-        """Stop unless every rank holds the same `text`. Raises RunFailedError naming the ranks."""
+    def agree(self, what: str, text: str, *, among: Sequence[int] | None = None) -> None:
+        """Stop unless the ranks `among` (all of them) hold the same `text`; every rank calls it.
+
+        Raises RunFailedError naming the ranks.
+        """
         digest = hashlib.sha256(text.encode()).digest()[:7]  # 56 bits: exact in int64
         number = int.from_bytes(digest, "big")
         mine = torch.zeros(self.size, dtype=torch.int64)
         mine[self.rank] = number
         everyone: list[int] = self.sum(mine).tolist()
-        differing = [rank for rank, other in enumerate(everyone) if other != everyone[0]]
+        first, *others = range(self.size) if among is None else among
+        differing = [rank for rank in others if everyone[rank] != everyone[first]]
         if differing:
             raise RunFailedError(
                 "ranks.disagree",
                 what=f"the ranks hold different values of the {what}",
-                found=f"ranks {differing} differ from rank 0",
-                wanted="the same on every rank",
+                found=f"ranks {differing} differ from rank {first}",
+                wanted=f"the same on {'every rank' if among is None else f'ranks {list(among)}'}",
                 next_step="start every rank with the same recipe, files and pith version",
             )

@@ -34,6 +34,9 @@ from pith.plan.placement import split_layers
 from pith.schedule import build
 from pith.schedule.table import Table
 
+# A token with k of E experts needs nearly every one of few ranks; then counts are not worth it.
+MOST_RANKS_FOR_COLLECTIVES = 4
+
 
 class Recipe(Section):
     """A training run, complete and validated. `operators` overrides implementations by name."""
@@ -96,6 +99,13 @@ class Recipe(Section):
         """The weight of the balance loss; 0 where its scope is none."""
         return self.balance.coefficient if self.balance.scope != "none" else 0.0
 
+    @property
+    def exchange_name(self) -> str:
+        """How tokens reach their experts, "auto" resolved."""
+        if self.parallel.exchange != "auto":
+            return self.parallel.exchange
+        return "collectives" if self.parallel.ep <= MOST_RANKS_FOR_COLLECTIVES else "splits"
+
     def mesh(self, world_size: int | None = None) -> Mesh:
         """The mesh of `world_size` ranks (pp * cp * ep without it)."""
         axes = self.parallel
@@ -108,7 +118,7 @@ class Recipe(Section):
         return plan_batch(
             global_batch_size=training.global_batch_size,
             micro_batch_size=training.micro_batch_size,
-            data_ranks=mesh.dp * mesh.ep,
+            data_ranks=mesh.num_data_ranks,
             sequence_length=training.sequence_length,
         )
 
@@ -130,16 +140,11 @@ class Recipe(Section):
             explicit=self.parallel.layers_per_stage,
         )
 
-    def not_trainable_yet(self, world_size: int | None = None) -> tuple[Fault, ...]:
+    def not_trainable_yet(self) -> tuple[Fault, ...]:
         """What is sound in this recipe but cannot be trained by this version."""
-        mesh = self.mesh(world_size)
-        return tuple(
-            Fault(
-                f"parallel.{axis}", str(size), "1: this version spreads a run over pp alone", ("1",)
-            )
-            for axis, size in (("dp", mesh.dp), ("cp", mesh.cp), ("ep", mesh.ep))
-            if size > 1
-        )
+        cp = self.parallel.cp
+        wanted = "1: this version does not cut sequences"
+        return (Fault("parallel.cp", str(cp), wanted, ("1",)),) if cp > 1 else ()
 
     def to_toml(self) -> str:
         """The resolved recipe; `Recipe.load` of it gives an equal value."""

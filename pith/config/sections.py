@@ -89,7 +89,11 @@ class DataSection(Section):
 
 
 class ParallelSection(Section):
-    """Ranks per axis (dp is what is left of the world), and the pipeline's schedule and split."""
+    """Ranks per axis (dp is what is left of the world), and the pipeline's schedule and split.
+
+    `dp_shard` ranks of dp share one copy of the weights, all of them unless it is set (fewer is
+    hsdp). `exchange` moves tokens to their experts: every token to every ep rank (collectives) or
+    only where it is needed (splits); auto takes collectives up to ep 4."""
 
     pp: Count = 1
     cp: Count = 1
@@ -98,7 +102,7 @@ class ParallelSection(Section):
     schedule: ScheduleName = "auto"
     num_stages: Maybe[Count] = None
     layers_per_stage: Maybe[Annotated[tuple[Number, ...], Strict(False)]] = None
-    exchange: Literal["auto"] = "auto"
+    exchange: Literal["auto", "collectives", "splits"] = "auto"
 
 
 class TrainingSection(Section):
@@ -137,11 +141,13 @@ class OptimizerSection(Section):
 
 
 class BalanceSection(Section):
-    """The load-balance loss of the router."""
+    """The auxiliary losses of the router: `coefficient` weighs the load-balance loss, over each
+    sequence, each micro-batch or the global batch; `z_loss` weighs the squared log-sum of logits.
+    """
 
-    scope: Literal["sequence", "none"] = "sequence"
+    scope: Literal["sequence", "micro-batch", "global-batch", "none"] = "sequence"
     coefficient: Weight = 0.001
-    z_loss: NotBuilt = 0.0
+    z_loss: Weight = 0.0
     bias_update: NotBuilt = 0.0
 
 

@@ -44,6 +44,16 @@ class Batch:
         """Labels that count in the loss."""
         return int((self.labels_NS != NOT_COUNTED).sum())
 
+    def take(self, rows: slice) -> "Batch":
+        """Only some of the sequences."""
+        return Batch(self.tokens_NS[rows], self.labels_NS[rows], self.sample_ids[rows])
+
+    def digest(self) -> str:
+        """Equal for equal sequences and labels."""
+        whole = hashlib.sha256(np.ascontiguousarray(self.tokens_NS).tobytes())
+        whole.update(np.ascontiguousarray(self.labels_NS).tobytes())
+        return whole.hexdigest()
+
 
 class Loader:
     """Samples are windows of S + 1 tokens with stride S over the documents that train.

@@ -48,8 +48,9 @@ def forward_chunk(stage: Stage, batch: MicroBatch, carry: Tensors, tape: Tape) -
         dispatch = layer.dispatch(routed)
         if layer.communicates:
             yield
-        partial = _experts(tape, layer, dispatch.wait())
-        combine = layer.combine(partial)
+        received = dispatch.wait()
+        tape.routes.append(received.route)
+        combine = layer.combine(_experts(tape, layer, received), received.route)
         if layer.communicates:
             yield
         inputs = (combine.wait(), *routed.residual.tensors())
@@ -77,12 +78,15 @@ def backward_chunk(
     flowing = tape.backward(grads)
     for layer in reversed(_layers(stage)):
         summed, *residual = flowing
-        combine = layer.combine_backward(_present(summed))
+        route = tape.routes.pop()
+        combine = layer.combine_backward(_present(summed), route)
         weight_gradients()
         if layer.communicates:
             yield
         tokens, *routing = tape.backward((combine.wait(),))
-        dispatch = layer.dispatch_backward(_present(tokens), routing[0] if routing else None)
+        dispatch = layer.dispatch_backward(
+            _present(tokens), routing[0] if routing else None, route
+        )
         weight_gradients()
         if layer.communicates:
             yield

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from pith.comm.channels import Transport
+from pith.comm.stopwatch import Stopwatch
 from pith.engine.chunk import MicroBatch, alternate, backward_chunk, drain, forward_chunk
 from pith.engine.segment import Tape, Tensors
 from pith.engine.weight_grads import WeightGrads
@@ -40,11 +41,13 @@ class Executor:
         stages: Mapping[int, Stage],
         transport: Transport,
         weights: WeightGrads,
+        stopwatch: Stopwatch,
     ) -> None:
         self._table = table
         self._stages = stages
         self._transport = transport
         self._weights = weights
+        self._stopwatch = stopwatch
         self._steps = lower(table, rank)
         self._records = any(op.kind is not Kind.F for step in self._steps for op in step.slot)
         self._tapes: dict[tuple[int, int], Tape] = {}
@@ -60,7 +63,8 @@ class Executor:
             for op, tensors in zip(step.slot, results, strict=True):
                 self._hand_over(op, tensors, execution)
             execution.slots.append(_executed(execution.begun))
-        self._transport.flush()
+        with self._stopwatch.running("pipeline"):
+            self._transport.flush()
         assert not self._tapes, "the row ended with forwards that no backward used"
         self._weights.assert_all_ran()
         assert not self._local, "the row ended with results that nobody took"
@@ -107,7 +111,8 @@ class Executor:
         """What the operation reads: a message, a local hand-over, or nothing on the first stage."""
         message = arrival(self._table, op)
         if message is not None:
-            return self._transport.take(message)
+            with self._stopwatch.running("pipeline"):
+                return self._transport.take(message)
         stage = self._stages[op.stage]
         if op.kind is Kind.F:
             return () if stage.is_first else self._local.pop(op)
@@ -117,7 +122,8 @@ class Executor:
         """Send or keep what the operation produced."""
         message = departure(self._table, op)
         if message is not None:
-            self._transport.send(message, tensors)
+            with self._stopwatch.running("pipeline"):
+                self._transport.send(message, tensors)
         elif op.kind is Kind.F and self._stages[op.stage].is_last:
             execution.losses[op.micro] = tensors[0]
             if self._records:

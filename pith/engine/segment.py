@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from pith.comm.exchange import Route
+
 Tensors = tuple[Tensor, ...]
 Function = Callable[..., Tensors]
 
@@ -37,6 +39,7 @@ class Tape:
 
     recording: bool
     segments: list[Segment] = field(default_factory=list)
+    routes: list[Route | None] = field(default_factory=list)  # of the layers so far
 
     def run(self, function: Function, *inputs: Tensor) -> Tensors:
         """Run one segment on detached inputs; returns detached outputs."""

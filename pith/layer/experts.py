@@ -60,8 +60,11 @@ class Experts(nn.Module):
         self.up_proj = stack(intermediate_size, hidden_size)
         self.down_proj = stack(hidden_size, intermediate_size)
 
-    def forward(self, received: Received) -> Tensor:
-        """One weighted sum over the local experts per received row [R, D]."""
+    def sum_weighted(self, received: Received) -> Tensor:
+        """One weighted sum over the local experts per received row [R, D].
+
+        Not named forward: calling a module that FSDP shards would run FSDP's hooks.
+        """
         operators, counts_e = self.parts.operators, received.counts_e
         pairs = operators.sort_pairs(
             received.ids_RK,

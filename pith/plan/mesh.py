@@ -1,9 +1,14 @@
 """Ranks and their coordinates: pp outermost, then dp, cp, and ep innermost."""
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from itertools import product
+from typing import Literal, NamedTuple
 
 from pith.errors import Fault, RequestError
+
+
+# dp is cut in two: `replica` counts copies of the weights, `shard` the ranks that share one.
+Axis = Literal["pp", "replica", "shard", "cp", "ep"]
 
 
 class Coordinates(NamedTuple):
@@ -61,10 +66,39 @@ class Mesh:
         assert all(0 <= x < n for x, n in zip(place, sizes, strict=True)), f"{place} of {sizes}"
         return ((pp * self.dp + dp) * self.cp + cp) * self.ep + ep
 
-    def pipeline_ranks(self, rank: int) -> tuple[int, ...]:
-        """The ranks of the pipeline that `rank` belongs to, by pipeline position."""
-        _, dp, cp, ep = self.coordinates(rank)
-        return tuple(self.rank(pp=pp, dp=dp, cp=cp, ep=ep) for pp in range(self.pp))
+    @property
+    def num_data_ranks(self) -> int:
+        """How many ranks of one stage read different samples: an ep rank is a data rank."""
+        return self.dp * self.ep
+
+    def data_rank(self, rank: int) -> int:
+        """Which share of the global batch `rank` reads; its pp and cp peers read the same."""
+        _, dp, _, ep = self.coordinates(rank)
+        return dp * self.ep + ep
+
+    def sizes(self) -> dict[Axis, int]:
+        """How many ranks each axis has, outermost first, with dp cut in replica and shard."""
+        shard = self.dp if self.dp_shard is None else self.dp_shard
+        return {
+            "pp": self.pp,
+            "replica": self.dp // shard,
+            "shard": shard,
+            "cp": self.cp,
+            "ep": self.ep,
+        }
+
+    def partition(self, *axes: Axis) -> tuple[tuple[int, ...], ...]:
+        """All ranks in groups whose members differ on `axes` alone, each group in rank order."""
+        sizes = self.sizes()
+        groups: dict[tuple[int, ...], list[int]] = {}
+        for rank, place in enumerate(product(*(range(size) for size in sizes.values()))):
+            fixed = tuple(x for axis, x in zip(sizes, place, strict=True) if axis not in axes)
+            groups.setdefault(fixed, []).append(rank)
+        return tuple(tuple(group) for group in groups.values())
+
+    def peers(self, rank: int, *axes: Axis) -> tuple[int, ...]:
+        """The group of `partition` that `rank` is in."""
+        return next(group for group in self.partition(*axes) if rank in group)
 
 
 def _refused(fault: Fault) -> RequestError:

@@ -46,7 +46,18 @@ class InjectedFault:
     step: int
 
     ACTIONS: ClassVar[tuple[str, ...]] = ("raise", "kill", "hang")
-    SITES: ClassVar[tuple[str, ...]] = ("data", "forward", "backward", "optimizer")
+    SITES: ClassVar[tuple[str, ...]] = (
+        "data",
+        "gather",
+        "forward",
+        "backward",
+        "dispatch",
+        "combine",
+        "combine-backward",
+        "dispatch-backward",
+        "reduce",
+        "optimizer",
+    )
 
     @classmethod
     def parse(cls, text: str) -> "InjectedFault":

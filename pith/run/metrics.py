@@ -26,6 +26,9 @@ class StepMetrics:
     mfu_causal: float | None = None  # a share of 1; None where no peak is known
     mfu_full: float | None = None
     memory_bytes: int | None = None  # the peak of the worst rank
+    z_loss: float | None = None  # without its coefficient
+    # by phase, what a rank's host waits for others, mean over ranks; None over NCCL
+    communication_seconds: Mapping[str, float] | None = None
     expert_load: Mapping[str, Sequence[int]] = field(default_factory=dict)  # layer: count an expert
 
 

@@ -4,7 +4,7 @@ import math
 import os
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
@@ -30,6 +30,7 @@ from pith.schedule.table import Kind
 from pith.train.build import build
 from pith.train.fault import FaultSite
 from pith.train.step import StepResult, Trainer
+from pith.train.whole import whole_weights
 
 Summary = dict[str, Any]
 
@@ -55,7 +56,8 @@ def run(job: Job) -> Summary | None:
     trainer = Trainer(recipe, world, build(recipe, world, headers=job.debug))
     with ExitStack() as stack:
         log = stack.enter_context(Log(job, recipe, world))
-        batches = stack.enter_context(loader.stream(0, recipe.training.steps))
+        stream = loader.stream(0, recipe.training.steps, rows=trainer.rows)
+        batches = stack.enter_context(stream)
         _train(job, trainer, log, loader, iter(batches))
         validation = _validate(trainer, loader, log)
         return _finish(job, trainer, log, validation)
@@ -112,12 +114,14 @@ class Log:
             step=index + 1,
             loss=result.loss,
             balance_loss=result.balance_loss,
+            z_loss=result.z_loss,
             grad_norm=result.grad_norm,
             lr=result.lr,
             tokens=tokens,
             step_seconds=seconds,
             tokens_per_second=tokens / seconds,
             memory_bytes=result.memory_bytes,
+            communication_seconds=self._communication(result),
             expert_load={str(layer): row for layer, row in enumerate(result.load_LE) if any(row)},
             **self._utilisation(tokens / seconds),
         )
@@ -132,6 +136,10 @@ class Log:
         if self._metrics is not None:
             self._metrics.event(name, **fields)
             self._console.say(text)
+
+    def _communication(self, result: StepResult) -> Mapping[str, float] | None:
+        """What the host measured, which says nothing of collectives that run on the device."""
+        return None if self._world.backend == "nccl" else result.communication_seconds
 
     def _utilisation(self, tokens_per_second: float) -> dict[str, float | None]:
         device = self._world.device
@@ -149,21 +157,16 @@ class Log:
 
 def _train(job: Job, trainer: Trainer, log: Log, loader: Loader, batches: Iterator[Batch]) -> None:
     training = trainer.recipe.training
-    progress = Progress(job.progress_path(trainer.world.rank))
-    site = FaultSite(job.fault, rank=trainer.world.rank)
+    here = _Whereabouts(job, trainer)
     every = trainer.recipe.validation.every
     num_skips = 0
     for index in range(training.steps):
         start = time.perf_counter()
-        progress.set(index + 1, "data")
-        site.reach("data", index + 1)
+        here.begin(index + 1)
         batch = next(batches)
-
-        def watch(text: str, step: int = index + 1) -> None:
-            progress.set(step, text)
-            site.reach(_site(text), step)
-
-        result = trainer.step(index, batch, watch=watch)
+        if index == 0:
+            _assert_same_data(trainer, batch)
+        result = trainer.step(index, batch, watch=here.begin_slot)
         _synchronise(trainer.world.device)
         log.step(index, result, time.perf_counter() - start)
         if index == 0:
@@ -177,11 +180,35 @@ def _train(job: Job, trainer: Trainer, log: Log, loader: Loader, batches: Iterat
             _validate(trainer, loader, log)
 
 
-def _site(text: str) -> str:
-    """Where injected faults strike, from what the step is about to do."""
-    if text == "optimizer":
-        return text
-    return "forward" if text.startswith(Kind.F.value) else "backward"
+class _Whereabouts:
+    """Where this rank is, written down for others to read; injected faults strike on the way."""
+
+    def __init__(self, job: Job, trainer: Trainer) -> None:
+        self._progress = Progress(job.progress_path(trainer.world.rank))
+        self._site = FaultSite(job.fault, rank=trainer.world.rank)
+        self._step = 0
+        trainer.model.stopwatch.notice = self._begin_exchange
+
+    def begin(self, step: int) -> None:
+        """The step, counted from 1, begins with its data."""
+        self._step = step
+        self.begin_slot("data")
+
+    def begin_slot(self, text: str) -> None:
+        """A slot of the table, or a part of the step that has a name."""
+        self._progress.set(self._step, text)
+        names = {kind.value: "backward" for kind in Kind} | {Kind.F.value: "forward"}
+        self._site.reach(names.get(text[0], text), self._step)
+
+    def _begin_exchange(self, phase: str) -> None:
+        self._site.reach(phase, self._step)
+
+
+def _assert_same_data(trainer: Trainer, batch: Batch) -> None:
+    """The ranks that work on the same samples read the same. Raises RunFailedError."""
+    world = trainer.world
+    peers = trainer.model.mesh.peers(world.rank, "pp", "cp")
+    world.agree("data of the first step", batch.digest(), among=peers)
 
 
 def _report_non_finite(
@@ -209,7 +236,7 @@ def _validate(trainer: Trainer, loader: Loader, log: Log) -> float | None:
         return None
     total, num_counted = 0.0, 0
     for batch in batches_of(loader.validation(num_sequences), trainer.recipe):
-        total += trainer.evaluate(batch)
+        total += trainer.evaluate(batch.take(trainer.rows))
         num_counted += batch.num_counted
     loss = total / max(1, num_counted)
     text = f"validation loss {loss:.4f} over {num_sequences} sequences"
@@ -235,17 +262,17 @@ def _finish(job: Job, trainer: Trainer, log: Log, validation: float | None) -> S
     if validation is not None:
         _require_finite("validation loss", validation)
     folder = _weights_folder(job, recipe)
-    mine = {name: model.parameters.masters[name].cpu() for name in sorted(model.owned)}
     if world.rank == 0:
         begin(folder)
+    whole = whole_weights(model, world.rank)
     world.barrier()
-    save_part(mine, temporary_folder(folder), part=world.rank)
+    save_part(whole, temporary_folder(folder), part=world.rank)
     world.barrier()
     if world.rank != 0:
         return None
     metadata = {"recipe": job.recipe_name, "step": str(recipe.training.steps)}
     commit(temporary_folder(folder), folder, num_parts=world.size, metadata=metadata)
-    mesh = recipe.mesh(world.size)
+    mesh = model.mesh
     first, last = log.steps[0], log.steps[-1]
     _require_finite("loss of the last step", last.loss)
     return {
@@ -261,6 +288,8 @@ def _finish(job: Job, trainer: Trainer, log: Log, validation: float | None) -> S
         "run_dir": job.run_dir,
         "checkpoint": str(folder),
         "operators": model.operators.names(),
+        "exchange": recipe.exchange_name,
+        "routing": trainer.routing.name if trainer.routing is not None else "learned",
     }
 
 

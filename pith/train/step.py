@@ -2,21 +2,24 @@
 
 import math
 import resource
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from pith.comm.groups import summing
 from pith.comm.world import World
 from pith.config import Recipe
 from pith.data.loader import Batch
 from pith.engine.chunk import MicroBatch
 from pith.engine.executor import Watch
-from pith.layer.protocol import Context
+from pith.layer.balance import StepLoad
+from pith.layer.protocol import Context, RouterLosses
 from pith.train.build import Model
 from pith.train.learning_rate import learning_rate
 from pith.train.optim import clip_coefficient, set_learning_rate
+from pith.train.routing import StepRouting
 
 NORM_PIECE = 1 << 16  # elements
 
@@ -27,6 +30,7 @@ class StepResult:
 
     loss: float  # mean over the counted labels of the global batch
     balance_loss: float | None  # mean over routed layers and micro-batches, without coefficient
+    z_loss: float | None  # the same of the squared log-sum of router logits
     grad_norm: float  # of the whole model, before clipping
     lr: float
     num_counted: int  # labels that count
@@ -34,7 +38,21 @@ class StepResult:
     faulty_ranks: tuple[int, ...]
     load_LE: tuple[tuple[int, ...], ...]  # (token, slot) pairs per layer and expert
     memory_bytes: int  # the peak so far of the rank that needs most
+    communication_seconds: Mapping[str, float]  # by phase, the host's, mean over ranks
     slots: tuple[str, ...]  # what this rank executed
+
+
+# Phases of communication in the order in which their times are summed over ranks.
+PHASES = (
+    "gather",
+    "pipeline",
+    "dispatch",
+    "combine",
+    "combine-backward",
+    "dispatch-backward",
+    "balance",
+    "reduce",
+)
 
 
 @dataclass(slots=True)
@@ -42,39 +60,58 @@ class RoutingMeter:
     """Counts of one step, by layer."""
 
     loads: dict[int, Tensor] = field(default_factory=dict)
-    balance: dict[int, Tensor] = field(default_factory=dict)
+    losses: dict[int, Tensor] = field(default_factory=dict)  # sums of [balance, z]
     num_records: int = 0
 
-    def record(self, layer: int, load_E: Tensor, balance_loss: Tensor) -> None:
+    def record(self, layer: int, load_E: Tensor, balance_loss: Tensor, z_loss: Tensor) -> None:
         self.num_records += 1
+        losses = torch.stack([balance_loss.detach(), z_loss.detach()])
         if layer in self.loads:
             self.loads[layer] = self.loads[layer] + load_E
-            self.balance[layer] = self.balance[layer] + balance_loss.detach()
+            self.losses[layer] = self.losses[layer] + losses
         else:
-            self.loads[layer], self.balance[layer] = load_E, balance_loss.detach()
+            self.loads[layer], self.losses[layer] = load_E, losses
 
 
 class Trainer:
-    """Takes steps. Holds no data order: the caller says which batch is next."""
+    """Takes steps. Holds no data order: the caller says which batch is next.
 
-    def __init__(self, recipe: Recipe, world: World, model: Model) -> None:
+    `routing` replaces what routers choose, for benchmarks and comparisons.
+    """
+
+    def __init__(
+        self, recipe: Recipe, world: World, model: Model, *, routing: StepRouting | None = None
+    ) -> None:
         self.recipe = recipe
         self.world = world
         self.model = model
+        self.routing = routing
+
+    @property
+    def rows(self) -> slice:
+        """Which sequences of the global batch this rank reads."""
+        batch = self.recipe.batch(self.world.size)
+        size = batch.global_batch_size // batch.data_ranks
+        start = self.model.mesh.data_rank(self.world.rank) * size
+        return slice(start, start + size)
 
     def step(self, index: int, batch: Batch, *, watch: Watch = lambda text: None) -> StepResult:
-        """Train on the global batch `batch` as step `index`, counted from 0.
+        """Train as step `index`, counted from 0, on this rank's `rows` of a global batch.
 
-        `watch` is called with the text of each slot, and "optimizer", before it starts.
+        `watch` is called with the text of each slot, and with "gather", "reduce" and "optimizer",
+        before it starts.
         """
         model, meter = self.model, RoutingMeter()
-        num_counted = batch.num_counted
-        model.parameters.gather()
-        scale = self.recipe.balance_coefficient * num_counted / batch.labels_NS.size
-        micro_batches = self._micro_batches(batch, balance_per_token=scale, meter=meter)
+        num_counted, num_labels = self._count(batch)
+        watch("gather")
+        self._gather()
+        losses = self._router_losses(counted_share=num_counted / num_labels)
+        micro_batches = self._micro_batches(batch, losses=losses, meter=meter)
         execution = model.training.run(micro_batches, watch=watch)
-        grads = model.parameters.reduce(scale=1.0 / max(1, num_counted))
-        squares = sum_of_squares([grads[name] for name in sorted(model.owned)])
+        watch("reduce")
+        with model.stopwatch.running("reduce"):
+            grads = model.parameters.reduce(scale=1.0 / max(1, num_counted))
+        squares = sum_of_squares([grads[name] for name in sorted(model.parameters.counted)])
         totals = self._totals(_sum_losses(execution.losses), squares, meter)
         grad_norm = math.sqrt(totals.squares) if totals.squares >= 0 else math.nan
         lr = self._learning_rate(index)
@@ -85,6 +122,7 @@ class Trainer:
         return StepResult(
             loss=totals.loss / max(1, num_counted),
             balance_loss=totals.balance,
+            z_loss=totals.z,
             grad_norm=grad_norm,
             lr=lr,
             num_counted=num_counted,
@@ -92,37 +130,67 @@ class Trainer:
             faulty_ranks=totals.faulty_ranks,
             load_LE=totals.load_LE,
             memory_bytes=totals.memory_bytes,
+            communication_seconds=totals.communication_seconds,
             slots=tuple(execution.slots),
         )
 
     def evaluate(self, batch: Batch) -> float:
-        """The **sum** of the token losses on `batch`, weights untouched, equal on every rank.
-
-        The batch has as many sequences as a training step.
-        """
-        self.model.parameters.gather()
-        micro_batches = self._micro_batches(batch, balance_per_token=0.0, meter=RoutingMeter())
+        """The **sum** of the token losses of a global batch, of which `batch` holds this rank's
+        `rows`; weights untouched, equal on every rank."""
+        self._gather()
+        micro_batches = self._micro_batches(batch, losses=RouterLosses(), meter=RoutingMeter())
         losses = self.model.evaluation.run(micro_batches).losses
+        self.model.parameters.release()
         total = self.world.sum(torch.tensor([_sum_losses(losses)], dtype=torch.float64))
         return float(total[0])
 
+    def _count(self, batch: Batch) -> tuple[int, int]:
+        """Labels that count, and all labels, of the global batch."""
+        pp, _, cp, _ = self.model.mesh.coordinates(self.world.rank)
+        reads_for_all = pp == cp == 0  # its pipeline and context peers read the same
+        mine = [batch.num_counted, batch.labels_NS.size] if reads_for_all else [0, 0]
+        num_counted, num_labels = self.world.sum(torch.tensor(mine)).tolist()
+        return num_counted, num_labels
+
+    def _gather(self) -> None:
+        with self.model.stopwatch.running("gather"):
+            self.model.parameters.gather()
+
+    def _router_losses(self, *, counted_share: float) -> RouterLosses:
+        recipe = self.recipe
+        weight = counted_share * recipe.batch(self.world.size).tokens_per_micro_batch
+        scope = recipe.balance.scope
+        load = None
+        if scope == "global-batch":
+            load = StepLoad(self._sum_over_data_ranks)
+        return RouterLosses(
+            scope="sequence" if scope == "none" else scope,
+            balance_scale=recipe.balance_coefficient * weight,
+            z_scale=recipe.balance.z_loss * weight,
+            load=load,
+        )
+
+    def _sum_over_data_ranks(self, counts_E: Tensor) -> Tensor:
+        with self.model.stopwatch.running("balance"):
+            return summing(self.model.groups.along("replica", "shard", "cp", "ep"))(counts_E)
+
     def _micro_batches(
-        self, batch: Batch, *, balance_per_token: float, meter: RoutingMeter
+        self, batch: Batch, *, losses: RouterLosses, meter: RoutingMeter
     ) -> list[MicroBatch]:
         """Cut this rank's sequences into micro-batches."""
         size, device = self.recipe.training.micro_batch_size, self.world.device
         tokens_NS = torch.from_numpy(batch.tokens_NS).to(device)
         labels_NS = torch.from_numpy(batch.labels_NS).to(device)
-        length = tokens_NS.shape[1]
         stage = next(iter(self.model.stages.values()))
-        cos_BSd, sin_BSd = stage.rotary(torch.arange(length, device=device)[None])
-        context = Context(cos_BSd, sin_BSd, balance_per_token * size * length, meter)
-        return [
-            MicroBatch(tokens_BS, labels_BS, context)
-            for tokens_BS, labels_BS in zip(
-                torch.split(tokens_NS, size), torch.split(labels_NS, size), strict=True
-            )
-        ]
+        angles = stage.rotary(torch.arange(tokens_NS.shape[1], device=device)[None])
+        micro_batches = []
+        for start in range(0, len(tokens_NS), size):
+            rows = slice(self.rows.start + start, self.rows.start + start + size)
+            routing = self.routing.at(rows) if self.routing is not None else None
+            context = Context(*angles, meter, losses, routing)
+            here = slice(start, start + size)
+            micro_batches.append(MicroBatch(tokens_NS[here], labels_NS[here], context))
+        return micro_batches
 
     def _learning_rate(self, index: int) -> float:
         optimizer, training = self.recipe.optimizer, self.recipe.training
@@ -151,23 +219,33 @@ class Trainer:
         load_LE = torch.zeros(arch.num_layers, max(1, arch.num_experts), dtype=torch.float64)
         for layer, load_E in meter.loads.items():
             load_LE[layer] = load_E.to("cpu", torch.float64)
-        balance = sum(float(value) for value in meter.balance.values())
+        balance, z = _sum_pairs(meter.losses.values())
         by_rank = torch.zeros(world.size, 2, dtype=torch.float64)
         finite = math.isfinite(loss) and math.isfinite(squares)
         by_rank[world.rank, 0] = 0.0 if finite else 1.0
         by_rank[world.rank, 1] = peak_memory_bytes(world.device)
-        head = torch.tensor([loss, squares, balance, meter.num_records], dtype=torch.float64)
-        summed = world.sum(torch.cat([head, by_rank.flatten(), load_LE.flatten()]))
-        num_records = int(summed[3])
-        by_rank = summed[4 : 4 + by_rank.numel()].view_as(by_rank)
-        loads = summed[4 + by_rank.numel() :].view(load_LE.shape).to(torch.int64)
+        seconds = self.model.stopwatch.lap()
+        spent = [seconds.get(phase, 0.0) for phase in PHASES]
+        mine = torch.tensor(
+            [loss, squares, balance, z, meter.num_records, *spent], dtype=torch.float64
+        )
+        summed = world.sum(torch.cat([mine, by_rank.flatten(), load_LE.flatten()]))
+        sums, by_rank_flat, loads = summed.split([len(mine), by_rank.numel(), load_LE.numel()])
+        num_records = int(sums[4])
+        by_rank = by_rank_flat.view_as(by_rank)
+        means = [total / num_records for total in sums[2:4].tolist()] if num_records else [None] * 2
         return _Totals(
-            loss=float(summed[0]),
-            squares=float(summed[1]),
-            balance=float(summed[2]) / num_records if num_records else None,
+            loss=float(sums[0]),
+            squares=float(sums[1]),
+            balance=means[0],
+            z=means[1],
             faulty_ranks=tuple(by_rank[:, 0].nonzero().flatten().tolist()),
             memory_bytes=int(by_rank[:, 1].max()),
-            load_LE=tuple(tuple(row) for row in loads.tolist()),
+            communication_seconds={
+                phase: total / world.size
+                for phase, total in zip(PHASES, sums[5:].tolist(), strict=True)
+            },
+            load_LE=tuple(tuple(row) for row in loads.view(load_LE.shape).long().tolist()),
         )
 
 
@@ -176,9 +254,19 @@ class _Totals:
     loss: float
     squares: float
     balance: float | None
+    z: float | None
     faulty_ranks: tuple[int, ...]
     memory_bytes: int
+    communication_seconds: dict[str, float]
     load_LE: tuple[tuple[int, ...], ...]
+
+
+def _sum_pairs(pairs: Iterable[Tensor]) -> tuple[float, float]:
+    first, second = 0.0, 0.0
+    for pair in pairs:
+        a, b = pair.tolist()
+        first, second = first + a, second + b
+    return first, second
 
 
 def peak_memory_bytes(device: torch.device) -> int:

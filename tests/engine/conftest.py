@@ -92,21 +92,25 @@ class FakeLayer:
         return Routed(tokens_TD, carry, ids_TK, tokens_TD.sum(1, keepdim=True))
 
     def dispatch(self, routed: Routed) -> Any:
-        return self._move(
-            "F dispatch", Received(routed.tokens_TD, routed.ids_TK, routed.weights_TK)
+        received = Received(
+            routed.tokens_TD, routed.ids_TK, routed.weights_TK, route=self._own_route()
         )
+        return self._move("F dispatch", received)
 
-    def dispatch_backward(self, tokens_RD: Tensor, weights_RK: Tensor | None) -> Any:
+    def dispatch_backward(self, tokens_RD: Tensor, weights_RK: Tensor | None, route: Any) -> Any:
+        assert route is self._own_route(), "the way back is that of another layer"
         return self._move("B dispatch", (tokens_RD, weights_RK))
 
     def experts(self, received: Received) -> Tensor:
         partial_RD = self.mlp(received.tokens_RD)
         return partial_RD if received.weights_RK is None else partial_RD * received.weights_RK
 
-    def combine(self, partial_RD: Tensor) -> Any:
+    def combine(self, partial_RD: Tensor, route: Any) -> Any:
+        assert route is self._own_route(), "the way back is that of another layer"
         return self._move("F combine", partial_RD)
 
-    def combine_backward(self, summed_TD: Tensor) -> Any:
+    def combine_backward(self, summed_TD: Tensor, route: Any) -> Any:
+        assert route is self._own_route(), "the way back is that of another layer"
         return self._move("B combine", summed_TD)
 
     def aggregate(self, summed_TD: Tensor, residual: Carry) -> Carry:
@@ -116,7 +120,10 @@ class FakeLayer:
     def forward(self, carry: Carry, context: Any) -> Carry:
         routed = self.attend(carry, context)
         partial_RD = self.experts(self.dispatch(routed).wait())
-        return self.aggregate(self.combine(partial_RD).wait(), routed.residual)
+        return self.aggregate(self.combine(partial_RD, self._own_route()).wait(), routed.residual)
+
+    def _own_route(self) -> Any:
+        return self if self.communicates else None
 
     def _move(self, what: str, value: Any) -> Any:
         return (

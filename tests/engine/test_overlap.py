@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from pith.comm.stopwatch import Stopwatch
 from pith.comm.channels import Transport, Wire
 from pith.engine.chunk import MicroBatch, backward_chunk, drain, forward_chunk
 from pith.engine.executor import Executor
@@ -49,6 +50,7 @@ class Run:
             stages=dict(enumerate(self.stages)),
             transport=Transport(wire, rank=0, pipeline=(0,), groups={}),
             weights=self.sink,
+            stopwatch=Stopwatch(),
         )
         self.execution = executor.run(self.batches, watch=lambda text: journal.note("slot", text))
 

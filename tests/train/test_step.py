@@ -21,9 +21,19 @@ from pith.run.job import Job
 from pith.schedule.table import slot_text
 from pith.train import loop
 from pith.train.build import build
-from pith.train.step import StepResult, Trainer, sum_of_squares
+from pith.train.step import Trainer, sum_of_squares
+from tests.conftest import group_of_one
 from tests.train.one_piece import Weights, initial, whole_batch
-from tests.train.test_layouts import CPU, engine_step, random_batch, recipe
+from tests.train.parity import (
+    CPU,
+    Outcome,
+    assert_near,
+    joined,
+    random_batch,
+    recipe,
+    steps,
+    weights_of,
+)
 
 TOKENS = 6 * 8
 
@@ -70,20 +80,6 @@ def same_bits(some: list[Tensor], others: list[Tensor]) -> bool:
     return all(a.numpy().tobytes() == b.numpy().tobytes() for a, b in pairs)
 
 
-def joined(shares: list[Weights]) -> Weights:
-    """One model from what each rank holds of it."""
-    whole = {name: tensor for share in shares for name, tensor in share.items()}
-    assert len(whole) == sum(map(len, shares))
-    return whole
-
-
-def assert_near(found: Weights, wanted: Weights, *, tolerance: float, label: str) -> None:
-    assert found.keys() == wanted.keys()
-    for name, tensor in wanted.items():
-        error, size = float((found[name] - tensor).norm()), float(tensor.norm())
-        assert error <= tolerance * size, f"{label}: {name} off by {error} of {size}"
-
-
 def nothing_counts() -> Batch:
     batch = random_batch(6)
     return replace(batch, labels_NS=np.full_like(batch.labels_NS, NOT_COUNTED))
@@ -92,19 +88,19 @@ def nothing_counts() -> Batch:
 @pytest.fixture(autouse=True, scope="module")
 def imported_once() -> None:
     """Take a step here: what it imports, ranks that are forked need not import each."""
-    trainer_of(small(1)).step(0, random_batch(6))
+    with group_of_one():
+        trainer_of(small(1)).step(0, random_batch(6))
 
 
 # One update
 
 
-def two_steps(pp: int) -> dict[str, tuple[list[StepResult], Weights]]:
-    outcomes = {}
-    for schedule in ("1f1b", "dualpipev"):
-        trainer = trainer_of(small(pp, schedule, optimizer={"warmup_steps": 2}))
-        results = [trainer.step(index, random_batch(6, seed=index)) for index in range(2)]
-        outcomes[schedule] = results, masters(trainer)
-    return outcomes
+def two_steps(pp: int) -> dict[str, Outcome]:
+    batches = [random_batch(6, seed=index) for index in range(2)]
+    return {
+        schedule: steps(small(pp, schedule, optimizer={"warmup_steps": 2}), batches)
+        for schedule in ("1f1b", "dualpipev")
+    }
 
 
 def adamw_by_hand(recipe: Recipe, batches: list[Batch], rates: list[float]) -> Iterator[Any]:
@@ -128,17 +124,17 @@ def adamw_by_hand(recipe: Recipe, batches: list[Batch], rates: list[float]) -> I
 def test_two_steps_are_two_of_adamw_on_the_clipped_gradient_of_the_mean(run_ranks, pp):
     outcomes, case = run_ranks(pp, two_steps, pp), small(pp)
     batches = [random_batch(6, seed=index) for index in range(2)]
-    steps = list(adamw_by_hand(case, batches, [0.005, 0.01]))
-    start, end = initial(case), steps[-1][2]
+    by_hand = list(adamw_by_hand(case, batches, [0.005, 0.01]))
+    start, end = initial(case), by_hand[-1][2]
     moved = {name: end[name] - start[name] for name in start}
     for schedule in ("1f1b", "dualpipev"):
-        for results, _ in (outcome[schedule] for outcome in outcomes):
-            for result, (loss, norm, _) in zip(results, steps, strict=True):
+        for results in (outcome[schedule].results for outcome in outcomes):
+            for result, (loss, norm, _) in zip(results, by_hand, strict=True):
                 assert norm > 0.5, "this test is about clipping"
                 assert result.updated
                 assert result.grad_norm == pytest.approx(norm, rel=1e-9), "before clipping"
                 assert result.loss == pytest.approx(loss, rel=1e-9)
-        weights = joined([outcome[schedule][1] for outcome in outcomes])
+        weights = joined([outcome[schedule].weights for outcome in outcomes])
         found = {name: weights[name] - start[name] for name in start}
         assert_near(found, moved, tolerance=1e-6, label=f"pp {pp} {schedule}")
 
@@ -172,9 +168,9 @@ def cut(pp: int, size: int, scope: str) -> Recipe:
     return small(pp, num_layers=3, training=training, balance={"scope": scope})
 
 
-def every_cut(pp: int, scope: str) -> dict[tuple[str, int], Any]:
+def every_cut(pp: int, scope: str) -> dict[tuple[str, int], Outcome]:
     return {
-        (mask, size): engine_step(cut(pp, size, scope), batch)
+        (mask, size): steps(cut(pp, size, scope), [batch])
         for mask, batch in MASKS.items()
         for size in (8, 4, 1)
     }
@@ -189,15 +185,16 @@ def test_loss_and_gradient_are_means_over_the_batch_however_it_is_cut(run_ranks,
     }
     for mask, size in outcomes[0]:
         label, whole = f"{mask} masked, micro-batch {size}", wholes[mask]
-        result = outcomes[-1][mask, size][0]
+        result = outcomes[-1][mask, size].result
         assert result.num_counted == (MASKS[mask].labels_NS != NOT_COUNTED).sum(), label
         assert result.updated, label
         assert result.loss == pytest.approx(whole.loss, rel=1e-6, abs=0), label
         assert result.balance_loss == pytest.approx(whole.balance, rel=1e-6), label
-        grads = joined([outcome[mask, size][1] for outcome in outcomes])
+        grads = joined([outcome[mask, size].grads for outcome in outcomes])
         assert_near(grads, whole.grads, tolerance=1e-6, label=label)
 
 
+@pytest.mark.usefixtures("alone")
 def test_a_batch_in_which_nothing_counts_has_loss_and_gradient_zero_and_only_decays():
     case = small(1)
     trainer, start = trainer_of(case), initial(case)
@@ -218,20 +215,21 @@ def plant(trainer: Trainer, rank: int, place: str, value: float) -> Any:
     if world.rank != rank:
         return lambda text: None
     stage = next(iter(model.stages.values()))
-    named = dict(stage.named_parameters())
-    name = next(name for name in named if name.endswith("input_layernorm.weight"))
+    masters = model.parameters.masters
+    name = next(name for name in masters if name.endswith("input_layernorm.weight"))
     last = slot_text(model.table.rows[world.rank][-1])
-    ruined = torch.zeros_like(named[name])
+    ruined = torch.zeros_like(masters[name])
     ruined.view(-1)[5] = value
 
     def watch(text: str) -> None:
         if place == "gradient" and text == last:
-            next(iter(stage.layers.values())).parts.sink.add(named[name], ruined)
+            sink = next(iter(stage.layers.values())).parts.sink
+            sink.add(stage.get_parameter(name), ruined)
         if place == "loss" and text == "optimizer":
             del stage.loss  # the sound one comes to light again
 
     if place == "weight":
-        model.parameters.masters[name].add_(ruined)
+        masters[name].add_(ruined)
     if place == "loss":
         sound = stage.loss
         stage.loss = lambda carry, labels_BS: sound(carry, labels_BS) + value
@@ -351,14 +349,16 @@ def steps_and_evaluation(pp: int) -> dict[str, Any]:
     plain, mixed = trainer_of(small(pp)), trainer_of(small(pp))
     results = [plain.step(index, random_batch(6, seed=index)) for index in range(2)]
     again = [mixed.step(0, random_batch(6, seed=0))]
-    weights, before = masters(mixed), state(mixed)
+    weights, before = weights_of(mixed), state(mixed)
     total = mixed.evaluate(random_batch(6, seed=9))
+    mixed.model.parameters.gather()
     sink = next(iter(next(iter(mixed.model.stages.values())).layers.values())).parts.sink
     left = [
         sink.main_grad(parameter)
         for stage in mixed.model.stages.values()
         for _, parameter in stage.named_parameters()
     ]
+    mixed.model.parameters.release()
     found = {
         "total": total,
         "twice": mixed.evaluate(random_batch(6, seed=9)),
@@ -409,6 +409,7 @@ def test_loads_count_every_token_and_slot_exactly_also_after_evaluation(evaluate
 # bfloat16
 
 
+@pytest.mark.usefixtures("alone")
 def test_bfloat16_computes_on_copies_of_float32_masters_and_stays_near_float32():
     model = {"fields": small(1).model.fields | {"initializer_range": 0.02}}
     wide, narrow = (
@@ -420,7 +421,7 @@ def test_bfloat16_computes_on_copies_of_float32_masters_and_stays_near_float32()
         wanted, found = wide.step(index, batch), narrow.step(index, batch)
         assert found.loss == pytest.approx(wanted.loss, abs=5e-3)
         assert found.loss != wanted.loss
-    narrow.evaluate(batch)
+    narrow.model.parameters.gather()
     [stage] = narrow.model.stages.values()
     sink = stage.layers["0"].parts.sink
     kept = {tensor.dtype for tensor in state(narrow)}

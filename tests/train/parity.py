@@ -1,0 +1,216 @@
+"""How tests compare a step of a run on any layout with the same step in one piece."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from pith.comm.world import World
+from pith.config import Recipe
+from pith.data.loader import Batch
+from pith.ops.cross_entropy import NOT_COUNTED
+from pith.schedule.table import slot_text
+from pith.train.build import build
+from pith.train.routing import StepRouting
+from pith.train.step import StepResult, Trainer
+from tests.train.one_piece import Weights, Whole
+
+CPU = torch.device("cpu")
+SIZES = {
+    "model_type": "qwen3_moe",
+    "vocab_size": 261,  # divides by no number of ranks
+    "hidden_size": 16,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "intermediate_size": 24,
+    "moe_intermediate_size": 12,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [1],
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": False,
+    "initializer_range": 0.3,
+}
+
+
+def recipe(
+    *,
+    pp: int,
+    schedule: str,
+    micro_batches: int,
+    precision: str = "float64",
+    ep: int = 1,
+    dp: int = 1,
+    dp_shard: int | None = None,
+    exchange: str = "auto",
+    balance: Mapping[str, Any] | None = None,
+    **sizes: Any,
+) -> Recipe:
+    """Micro-batches of two sequences of eight tokens, so many on each of dp * ep data ranks."""
+    parallel = {"pp": pp, "ep": ep, "dp_shard": dp_shard, "schedule": schedule}
+    raw = {
+        "model": {"fields": SIZES | sizes},
+        "parallel": parallel | {"exchange": exchange},
+        "training": {
+            "global_batch_size": 2 * micro_batches * dp * ep,
+            "micro_batch_size": 2,
+            "sequence_length": 8,
+            "steps": 4,
+            "precision": precision,
+            "clip": 0.5,
+        },
+        "optimizer": {"lr": 0.01},
+        "balance": {"coefficient": 0.05, **(balance or {})},
+    }
+    return Recipe.model_validate(raw, context={"world_size": pp * dp * ep})
+
+
+def random_batch(num_sequences: int, *, seed: int = 0) -> Batch:
+    """Labels masked unevenly: all of the first micro-batch, then ever fewer."""
+    draw = np.random.default_rng(seed)
+    tokens_NS = draw.integers(0, 260, (num_sequences, 8))
+    labels_NS = draw.integers(0, 260, (num_sequences, 8))
+    for row in range(2, num_sequences):
+        labels_NS[row, : max(0, 7 - row)] = NOT_COUNTED
+    if num_sequences > 2:
+        labels_NS[:2] = NOT_COUNTED
+    return Batch(tokens_NS, labels_NS, np.arange(num_sequences))
+
+
+@dataclass
+class Share:
+    """What one rank holds of tensors of the whole model: rows of the first axis, from `first`."""
+
+    tensors: Weights
+    first: Mapping[str, int]
+    counted: frozenset[str]
+
+
+@dataclass
+class Outcome:
+    """What one rank knows after a step, or after several."""
+
+    results: list[StepResult]
+    grads: Share  # of the last step, before clipping
+    weights: Share
+    routing: StepRouting | None = field(default=None)
+
+    @property
+    def result(self) -> StepResult:
+        return self.results[-1]
+
+
+@contextmanager
+def trainer_of(
+    recipe: Recipe, *, routing: StepRouting | None = None, sgd: bool = False
+) -> Iterator[Trainer]:
+    """The trainer of this rank through the production code; its groups are closed at the end."""
+    world = World.joined(CPU)
+    model = build(recipe, world, headers=True)
+    if sgd:
+        masters = list(model.parameters.masters.values())
+        model = replace(model, optimizer=torch.optim.SGD(masters, lr=recipe.optimizer.lr))
+    yield Trainer(recipe, world, model, routing=routing)
+    world.barrier()
+    model.close()
+
+
+def steps(
+    recipe: Recipe,
+    batches: Sequence[Batch],
+    *,
+    routing: StepRouting | None = None,
+    sgd: bool = False,
+) -> Outcome:
+    """This rank's share of a step on each of the global `batches`."""
+    with trainer_of(recipe, routing=routing, sgd=sgd) as trainer:
+        kept = keep_gradients(trainer)
+        results = []
+        for index, batch in enumerate(batches):
+            results.append(trainer.step(index, batch.take(trainer.rows)))
+            row = trainer.model.table.rows[trainer.model.mesh.coordinates(trainer.world.rank).pp]
+            executed = tuple(slot_text(slot) for slot in row)
+            assert results[-1].slots == executed, "executed order and table differ"
+        return Outcome(results, share(trainer, kept), weights_of(trainer), routing)
+
+
+def keep_gradients(trainer: Trainer) -> Weights:
+    """A mapping that will hold the gradients of the latest step, as they were reduced."""
+    parameters, kept = trainer.model.parameters, {}
+    reduce = parameters.reduce
+
+    def keep(*, scale: float) -> Mapping[str, Tensor]:
+        grads = reduce(scale=scale)
+        kept.update({name: grad.clone() for name, grad in grads.items()})
+        return grads
+
+    parameters.reduce = keep
+    return kept
+
+
+def weights_of(trainer: Trainer) -> Share:
+    masters = trainer.model.parameters.masters
+    return share(trainer, {name: master.clone() for name, master in masters.items()})
+
+
+def share(trainer: Trainer, tensors: Weights) -> Share:
+    parameters = trainer.model.parameters
+    return Share(tensors, dict(parameters.first_rows), parameters.counted)
+
+
+def joined(shares: Sequence[Share]) -> Weights:
+    """The whole tensors. Each row is counted by one rank; copies on others have the same bits."""
+    rows: dict[str, dict[int, Tensor]] = {}
+    for held in shares:
+        for name in held.counted:
+            tensor, first = held.tensors[name], held.first[name]
+            if len(tensor):
+                assert first not in rows.setdefault(name, {}), f"{name}: row {first} counted twice"
+                rows[name][first] = tensor
+    whole = {}
+    for name, pieces in rows.items():
+        whole[name] = torch.cat([pieces[first] for first in sorted(pieces)])
+        starts = np.cumsum([0, *(len(pieces[first]) for first in sorted(pieces))])
+        assert sorted(pieces) == starts[:-1].tolist(), f"{name}: rows are missing or overlap"
+    for held in shares:
+        for name, tensor in held.tensors.items():
+            copy = whole[name][held.first[name] :][: len(tensor)]
+            assert torch.equal(copy, tensor), f"copies of {name} differ"
+    return whole
+
+
+def assert_near(found: Weights, wanted: Weights, *, tolerance: float, label: str) -> None:
+    """Relative in the norm of each tensor; a tensor that should be zero is zero."""
+    assert found.keys() == wanted.keys(), label
+    for name, tensor in wanted.items():
+        assert found[name].shape == tensor.shape, f"{label}: {name}"
+        error, size = float((found[name] - tensor).norm()), float(tensor.norm())
+        assert error <= tolerance * size, f"{label}: {name} off by {error} of {size}"
+
+
+def assert_same_step(
+    outcomes: Sequence[Outcome], whole: Whole, *, label: str, tolerance: float = 1e-5
+) -> None:
+    """All ranks report the loss, balance and norm of the whole batch, and hold its gradients."""
+    norm = torch.cat([grad.flatten() for grad in whole.grads.values()]).norm()
+    for outcome in outcomes:
+        result = outcome.result
+        assert result.loss == pytest.approx(whole.loss, rel=1e-6, abs=0), label
+        assert result.balance_loss == pytest.approx(whole.balance, rel=1e-6), label
+        assert result.z_loss == pytest.approx(whole.z, rel=1e-6), label
+        assert result.grad_norm == pytest.approx(float(norm), rel=1e-6), label
+        assert result.grad_norm == outcomes[0].result.grad_norm, f"{label}: ranks disagree"
+        assert [list(row) for row in result.load_LE] == whole.load_LE, label
+    grads = joined([outcome.grads for outcome in outcomes])
+    assert_near(grads, whole.grads, tolerance=tolerance, label=label)

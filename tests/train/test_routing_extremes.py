@@ -1,0 +1,100 @@
+"""Experts that get everything, experts that get nothing, and memory that holds NaN."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from pith.train.optim import clip_coefficient
+from tests.train.one_piece import Weights, initial, whole_batch
+from tests.train.parity import Outcome, assert_near, assert_same_step, joined, random_batch, steps
+from tests.train.test_parity import case
+
+# Which experts the tokens go to in turn, of four; on two ranks each rank holds two of them.
+EXTREMES = {
+    "all on the first expert": [[0, 0]],
+    "all on the last expert": [[3, 3]],
+    "all on one rank": [[1, 0]],
+    "first expert empty": [[1, 2], [2, 3], [3, 1]],
+    "a middle expert empty": [[0, 1], [3, 0], [1, 3]],
+    "last expert empty": [[0, 1], [2, 0], [1, 2]],
+    "one token alone": [[3, 2]] + [[0, 1]] * 127,
+}
+LAYOUTS = {
+    "ep 2": {"pp": 1, "ep": 2, "schedule": "1f1b-pair", "exchange": "collectives"},
+    "ep 2, splits": {"pp": 1, "ep": 2, "schedule": "1f1b-pair", "exchange": "splits"},
+    "pp 2, ep 2": {"pp": 2, "ep": 2, "schedule": "dualpipev", "exchange": "collectives"},
+    "pp 2, ep 2, splits": {"pp": 2, "ep": 2, "schedule": "dualpipev", "exchange": "splits"},
+    "dp 2, ep 2": {"pp": 1, "dp": 2, "ep": 2, "schedule": "zbv", "exchange": "splits"},
+    "ep 4": {"pp": 1, "ep": 4, "schedule": "1f1b", "exchange": "collectives"},
+    "ep 4, splits": {"pp": 1, "ep": 4, "schedule": "1f1b", "exchange": "splits"},
+}
+BATCHES = [random_batch(16, seed=seed) for seed in (0, 1)]
+
+
+@dataclass(frozen=True)
+class Forced:
+    """Token t of the global batch goes to experts pattern[t mod its length]."""
+
+    pattern: list[list[int]]
+    name: str = "forced"
+
+    def at(self, rows: slice) -> "Forced":
+        starts = [
+            token for row in range(rows.start, rows.stop) for token in range(8 * row, 8 * row + 8)
+        ]
+        return Forced([self.pattern[token % len(self.pattern)] for token in starts])
+
+    def choose(self, layer: int, ids_TK: Tensor) -> Tensor:
+        assert ids_TK.shape == (len(self.pattern), 2)
+        return torch.tensor(self.pattern)
+
+
+def two_steps(ranks: int) -> dict[tuple[str, str], Outcome]:
+    """Two steps, so that the second meets what the first left behind in memory."""
+    torch.use_deterministic_algorithms(True)  # torch then fills new memory with NaN
+    assert torch.utils.deterministic.fill_uninitialized_memory
+    assert torch.empty(3).isnan().all()
+    return {
+        (name, extreme): steps(case(layout), BATCHES, routing=Forced(pattern))
+        for name, layout in LAYOUTS.items()
+        if layout["pp"] * layout.get("dp", 1) * layout["ep"] == ranks
+        for extreme, pattern in EXTREMES.items()
+    }
+
+
+def after_one_step(weights: Weights, grads: Weights) -> Weights:
+    norm = float(torch.cat([grad.flatten() for grad in grads.values()]).norm())
+    after = {name: torch.nn.Parameter(weight.clone()) for name, weight in weights.items()}
+    for name, weight in after.items():
+        weight.grad = grads[name] * clip_coefficient(norm, 0.5)
+    for decay, ndim in ((0.0, (1,)), (0.1, (2, 3))):
+        some = [weight for weight in after.values() if weight.ndim in ndim]
+        torch.optim.AdamW(some, lr=0.01, betas=(0.9, 0.95), eps=1e-8, weight_decay=decay).step()
+    return {name: weight.detach() for name, weight in after.items()}
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_overfull_and_empty_experts_train_as_in_one_process(run_ranks: Any, ranks: int) -> None:
+    outcomes = run_ranks(ranks, two_steps, ranks)
+    start = initial(case(LAYOUTS["ep 2"]))
+    wholes = {}
+    for extreme, pattern in EXTREMES.items():
+        routing = Forced(pattern).at(slice(0, 16))
+        first = whole_batch(case(LAYOUTS["ep 2"]), start, BATCHES[0], routing=routing)
+        second_weights = after_one_step(start, first.grads)
+        second = whole_batch(case(LAYOUTS["ep 2"]), second_weights, BATCHES[1], routing=routing)
+        wholes[extreme] = first, second
+    for name, extreme in outcomes[0]:
+        label = f"{name}, {extreme}"
+        shares = [outcome[name, extreme] for outcome in outcomes]
+        first, second = wholes[extreme]
+        for outcome in shares:
+            assert outcome.results[0].loss == pytest.approx(first.loss, rel=1e-6), label
+        assert_same_step(shares, second, label=label)
+        weights = joined([outcome.weights for outcome in shares])
+        assert all(weight.isfinite().all() for weight in weights.values()), label
+        grads = joined([outcome.grads for outcome in shares])
+        assert_near(grads, second.grads, tolerance=1e-5, label=label)

@@ -1,0 +1,102 @@
+"""One recipe is one run: every schedule and number of pipeline ranks computes the same step."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from pith.config import Recipe
+from pith.schedule.build import SCHEDULES
+from tests.train.one_piece import initial, whole_batch
+from tests.train.parity import Outcome, assert_same_step, random_batch, recipe, steps
+
+
+def micro_batch_counts(pp: int) -> list[int]:
+    return sorted({1, 2, 3, 2 * pp - 1, 2 * pp, 2 * pp + 3})
+
+
+def one_case(pp: int, schedule: str, micro_batches: int, sizes: dict[str, Any]) -> Outcome:
+    case = recipe(pp=pp, schedule=schedule, micro_batches=micro_batches, **sizes)
+    return steps(case, [random_batch(2 * micro_batches)])
+
+
+def assert_is_whole(outcomes: list[Outcome], case: Recipe, *, label: str) -> None:
+    batch = random_batch(case.training.global_batch_size)
+    assert_same_step(outcomes, whole_batch(case, initial(case), batch), label=label)
+
+
+def many_cases(pp: int, sizes: dict[str, Any]) -> dict[tuple[str, int], Any]:
+    return {
+        (schedule, count): one_case(pp, schedule, count, sizes)
+        for schedule in SCHEDULES
+        for count in micro_batch_counts(pp)
+    }
+
+
+@pytest.mark.parametrize("pp", [3, 1, 2, 4])
+def test_every_schedule_computes_the_step_of_one_process(run_ranks: Any, pp: int) -> None:
+    outcomes = run_ranks(pp, many_cases, pp, {})
+    for key in outcomes[0]:
+        schedule, count = key
+        case = recipe(pp=pp, schedule=schedule, micro_batches=count)
+        results = [outcome[key] for outcome in outcomes]
+        assert_is_whole(results, case, label=f"pp {pp} {key}")
+
+
+@pytest.mark.parametrize("pp", [1, 2, 3, 4])
+def test_gradients_are_bit_equal_across_schedules_in_float32(run_ranks: Any, pp: int) -> None:
+    outcomes = run_ranks(pp, many_cases, pp, {"precision": "float32"})
+    for count in micro_batch_counts(pp):
+        gathered = [
+            {
+                name: grad
+                for outcome in outcomes
+                for name, grad in outcome[schedule, count].grads.tensors.items()
+            }
+            for schedule in SCHEDULES
+        ]
+        for schedule, grads in zip(SCHEDULES, gathered, strict=True):
+            assert grads.keys() == gathered[0].keys()
+            for name, grad in grads.items():
+                assert torch.equal(grad, gathered[0][name]), f"{schedule} m {count}: {name}"
+
+
+def tied_cases(pp: int) -> dict[str, Any]:
+    sizes = {"tie_word_embeddings": True}
+    return {schedule: one_case(pp, schedule, 3, sizes) for schedule in ("1f1b", "zbv", "dualpipev")}
+
+
+@pytest.mark.parametrize("pp", [1, 2])
+def test_a_tied_head_is_one_weight_on_loop_and_v_placements(run_ranks: Any, pp: int) -> None:
+    outcomes = run_ranks(pp, tied_cases, pp)
+    for schedule in outcomes[0]:
+        case = recipe(pp=pp, schedule=schedule, micro_batches=3, tie_word_embeddings=True)
+        results = [outcome[schedule] for outcome in outcomes]
+        assert_is_whole(results, case, label=f"tied {schedule}")
+
+
+ONE_LAYER = {"num_hidden_layers": 1, "mlp_only_layers": []}
+
+
+def empty_cases(pp: int) -> dict[str, Any]:
+    return {
+        "gpipe": one_case(pp, "gpipe", 3, ONE_LAYER),
+        "zbv": steps(all_on_rank_0(), [random_batch(6)]),
+    }
+
+
+def all_on_rank_0() -> Recipe:
+    """Stages 0 and 5 of a V hold everything; ranks 1 and 2 own no parameter."""
+    case = recipe(pp=3, schedule="zbv", micro_batches=3, tie_word_embeddings=True)
+    layers = (2, 0, 0, 0, 0, 4)
+    parallel = case.parallel.model_copy(update={"layers_per_stage": layers})
+    return case.model_copy(update={"parallel": parallel})
+
+
+def test_ranks_that_own_no_parameter_pass_the_carry_on(run_ranks: Any) -> None:
+    outcomes = run_ranks(3, empty_cases, 3)
+    one_layer = recipe(pp=3, schedule="gpipe", micro_batches=3, **ONE_LAYER)
+    for key, case in (("gpipe", one_layer), ("zbv", all_on_rank_0())):
+        results = [outcome[key] for outcome in outcomes]
+        assert not all(result.weights.tensors for result in results), "every rank owns something"
+        assert_is_whole(results, case, label=f"empty ranks {key}")
