@@ -127,6 +127,7 @@ def run_share() -> dict[str, dict[str, Tensor]]:
         for case, ids in ROUTINGS.items():
             ids_TK = torch.tensor(ids[rank])
             found[f"{type(exchange).__name__}, {case}"] = there_and_back(parts, ids_TK, rows=rows)
+    dist.barrier()
     return found
 
 
