@@ -14,12 +14,13 @@ e local experts, R received rows, F expert width, V vocabulary.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
 
 from torch import Tensor, nn
 
-from pith.comm.exchange import Pending
+from pith.comm.exchange import Exchange, Pending, Route
+from pith.comm.stopwatch import Stopwatch
 from pith.ops import Operators
 from pith.ops.sink import GradSink
 
@@ -51,35 +52,51 @@ class Routed:
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    """What a rank's experts work on. The three routing fields are None in a dense layer."""
+    """What a rank's experts work on. All but the tokens is None in a dense layer."""
 
     tokens_RD: Tensor  # [R, D]
     ids_RK: Tensor | None = None  # [R, K] int64, global expert ids; foreign experts are skipped
     weights_RK: Tensor | None = None  # [R, K] float32 or wider
     counts_e: Tensor | None = None  # [e] int64, (token, slot) pairs per local expert
-
-
-class Exchange(Protocol):
-    """Moves tokens to the ranks that hold their experts, and partial sums back.
-
-    Each of the two is the other's backward.
-    """
-
-    def gather_tokens(self, x_TD: Tensor) -> Pending[Tensor]:
-        """[T, ...] on each rank -> [R, ...]: the rows that this rank's experts may need."""
-        ...
-
-    def reduce_tokens(self, x_RD: Tensor) -> Pending[Tensor]:
-        """[R, ...] partial results -> [T, ...]: summed over ranks, on the token's own rank."""
-        ...
+    route: Route | None = None  # the way back
 
 
 class Meter(Protocol):
     """Counts what routers did. Recompute and evaluation pass a meter that forgets."""
 
-    def record(self, layer: int, load_E: Tensor, balance_loss: Tensor) -> None:
-        """Add `load_E` [E] int64 (token, slot) pairs, and a scalar without its coefficient."""
+    def record(self, layer: int, load_E: Tensor, balance_loss: Tensor, z_loss: Tensor) -> None:
+        """Add `load_E` [E] int64 (token, slot) pairs, and two scalars without coefficients."""
         ...
+
+
+class Routing(Protocol):
+    """Replaces what routers choose: recorded choices, or evenly spread ones for benchmarks."""
+
+    def choose(self, layer: int, ids_TK: Tensor) -> Tensor:
+        """The experts [T, K] int64 that the tokens go to, where the router chose `ids_TK`."""
+        ...
+
+
+class GlobalLoad(Protocol):
+    """Pairs per expert in the global batch: over all data ranks, and the micro-batches so far."""
+
+    def add(self, layer: int, counts_E: Tensor) -> Tensor:
+        """Add this rank's micro-batch [E] int64; the counts so far [E]. All data ranks call it."""
+        ...
+
+
+BalanceScope = Literal["sequence", "micro-batch", "global-batch"]
+
+
+@dataclass(frozen=True, slots=True)
+class RouterLosses:
+    """The auxiliary losses of routers. A scale is coefficient * tokens of this micro-batch *
+    counted labels / all tokens; 0 leaves the loss out of the backward pass."""
+
+    scope: BalanceScope = "sequence"
+    balance_scale: float = 0.0
+    z_scale: float = 0.0
+    load: GlobalLoad | None = None  # where the scope is global-batch
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,8 +105,9 @@ class Context:
 
     cos_BSd: Tensor  # [B or 1, S, d] rotary cosines in float32 or wider
     sin_BSd: Tensor  # [B or 1, S, d]
-    balance_scale: float  # coefficient * tokens of this micro-batch * counted labels / all tokens
     meter: Meter
+    losses: RouterLosses = RouterLosses()
+    routing: Routing | None = None  # None: tokens go where the router says
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +119,7 @@ class Parts:
     sink: GradSink | None  # None: plain autograd
     num_local_experts: int
     first_expert: int  # global id of the first local expert
+    stopwatch: Stopwatch = field(default_factory=Stopwatch)
 
 
 class Layer(Protocol):
@@ -113,16 +132,18 @@ class Layer(Protocol):
     def dispatch(self, routed: Routed) -> Pending[Received]: ...
 
     def dispatch_backward(
-        self, tokens_RD: Tensor, weights_RK: Tensor | None
+        self, tokens_RD: Tensor, weights_RK: Tensor | None, route: Route | None
     ) -> Pending[tuple[Tensor, Tensor | None]]:
         """Gradients of `Received` -> gradients of `Routed`'s tokens and weights."""
         ...
 
     def experts(self, received: Received) -> Tensor: ...
 
-    def combine(self, partial_RD: Tensor) -> Pending[Tensor]: ...
+    def combine(self, partial_RD: Tensor, route: Route | None) -> Pending[Tensor]:
+        """`route` is that of `Received`, here and in both backwards."""
+        ...
 
-    def combine_backward(self, summed_TD: Tensor) -> Pending[Tensor]: ...
+    def combine_backward(self, summed_TD: Tensor, route: Route | None) -> Pending[Tensor]: ...
 
     def aggregate(self, summed_TD: Tensor, residual: Carry) -> Carry: ...
 
@@ -142,6 +163,10 @@ class Stage(Protocol):
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]: ...
 
     def get_parameter(self, target: str) -> nn.Parameter: ...
+
+    def expert_modules(self) -> Iterator[nn.Module]:
+        """The modules that hold nothing but stacked experts."""
+        ...
 
     def tie_to(self, embedding: nn.Parameter) -> None:
         """Let the head share the storage of `embedding`, staying a parameter of its own."""

@@ -4,13 +4,14 @@ A stage holds a run of neighbouring layers; the whole model is one stage. Parame
 canonical ones of `pith.arch.qwen3`.
 """
 
+from collections.abc import Iterator
 from typing import cast
 
 import torch
 from torch import Tensor, nn
 
 from pith.arch.qwen3 import Qwen3
-from pith.comm.exchange import Pending, Ready
+from pith.comm.exchange import Pending, Ready, Route
 from pith.layer.attention import GroupedQueryAttention
 from pith.layer.combine import combine, combine_backward
 from pith.layer.dispatch import dispatch, dispatch_backward
@@ -83,6 +84,12 @@ class Qwen3Stage(nn.Module):
         angles_BSd = (positions_BS.unsqueeze(-1) * frequencies).repeat(1, 1, 2)
         return angles_BSd.cos().to(wide(self.dtype)), angles_BSd.sin().to(wide(self.dtype))
 
+    def expert_modules(self) -> Iterator[nn.Module]:
+        """The modules that hold nothing but stacked experts."""
+        for layer in self.layers.values():
+            if isinstance(layer.mlp, MixtureOfExperts):
+                yield layer.mlp.experts
+
     def tie_to(self, embedding: nn.Parameter) -> None:
         """Let the head share the storage of `embedding`, staying a parameter of its own."""
         self.lm_head.weight = nn.Parameter(embedding.detach())
@@ -117,7 +124,7 @@ class Qwen3Layer(nn.Module):
         """The five stages in plain order."""
         routed = self.attend(carry, context)
         received = self.dispatch(routed).wait()
-        summed_TD = self.combine(self.experts(received)).wait()
+        summed_TD = self.combine(self.experts(received), received.route).wait()
         return self.aggregate(summed_TD, routed.residual)
 
     def attend(self, carry: Carry, context: Context) -> Routed:
@@ -137,25 +144,26 @@ class Qwen3Layer(nn.Module):
         return dispatch(routed, self.parts)
 
     def dispatch_backward(
-        self, tokens_RD: Tensor, weights_RK: Tensor | None
+        self, tokens_RD: Tensor, weights_RK: Tensor | None, route: Route | None
     ) -> Pending[tuple[Tensor, Tensor | None]]:
         """Gradients of what was received -> gradients of what was sent."""
-        if not self.communicates:
+        if route is None:
             return Ready((tokens_RD, weights_RK))
-        return dispatch_backward(tokens_RD, weights_RK, self.parts)
+        return dispatch_backward(tokens_RD, weights_RK, route, self.parts)
 
     def experts(self, received: Received) -> Tensor:
         """[R, D] -> one weighted sum of the local experts per row [R, D]."""
-        mlp = self.mlp if isinstance(self.mlp, DenseMlp) else self.mlp.experts
-        return cast(Tensor, mlp(received))
+        if isinstance(self.mlp, DenseMlp):
+            return cast(Tensor, self.mlp(received))
+        return self.mlp.experts.sum_weighted(received)
 
-    def combine(self, partial_RD: Tensor) -> Pending[Tensor]:
+    def combine(self, partial_RD: Tensor, route: Route | None) -> Pending[Tensor]:
         """Partial sums back to the ranks of their tokens."""
-        return combine(partial_RD, self.parts) if self.communicates else Ready(partial_RD)
+        return Ready(partial_RD) if route is None else combine(partial_RD, route, self.parts)
 
-    def combine_backward(self, summed_TD: Tensor) -> Pending[Tensor]:
+    def combine_backward(self, summed_TD: Tensor, route: Route | None) -> Pending[Tensor]:
         """Gradient of the sums -> gradient of the partial sums."""
-        return combine_backward(summed_TD, self.parts) if self.communicates else Ready(summed_TD)
+        return Ready(summed_TD) if route is None else combine_backward(summed_TD, route, self.parts)
 
     def aggregate(self, summed_TD: Tensor, residual: Carry) -> Carry:
         """Add what the MLP made to the residual stream."""
