@@ -4,8 +4,7 @@ import multiprocessing
 import os
 import pickle
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -21,23 +20,6 @@ settings.register_profile("reproducible", derandomize=True)
 settings.load_profile("reproducible")
 
 RunRanks = Callable[..., list[Any]]
-
-
-@contextmanager
-def group_of_one() -> Iterator[None]:
-    """A process group of this process alone."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
-
-
-@pytest.fixture
-def alone() -> Iterator[None]:
-    """A process group of this process alone, for as long as the test runs."""
-    with group_of_one():
-        yield
 
 
 @pytest.fixture
@@ -83,6 +65,7 @@ def _rank(
         )
         result = function(*args)
         (folder / f"{rank}.result").write_bytes(pickle.dumps(result))
+        dist.barrier()  # a rank that leaves early breaks what the others still do
         dist.destroy_process_group()
     except BaseException:
         (folder / f"{rank}.error").write_text(f"rank {rank}:\n{traceback.format_exc()}")

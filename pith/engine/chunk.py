@@ -84,9 +84,7 @@ def backward_chunk(
         if layer.communicates:
             yield
         tokens, *routing = tape.backward((combine.wait(),))
-        dispatch = layer.dispatch_backward(
-            _present(tokens), routing[0] if routing else None, route
-        )
+        dispatch = layer.dispatch_backward(_present(tokens), routing[0] if routing else None, route)
         weight_gradients()
         if layer.communicates:
             yield

@@ -6,7 +6,6 @@ from typing import Literal, NamedTuple
 
 from pith.errors import Fault, RequestError
 
-
 # dp is cut in two: `replica` counts copies of the weights, `shard` the ranks that share one.
 Axis = Literal["pp", "replica", "shard", "cp", "ep"]
 

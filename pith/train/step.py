@@ -230,7 +230,9 @@ class Trainer:
             [loss, squares, balance, z, meter.num_records, *spent], dtype=torch.float64
         )
         summed = world.sum(torch.cat([mine, by_rank.flatten(), load_LE.flatten()]))
-        sums, by_rank_flat, loads = summed.split([len(mine), by_rank.numel(), load_LE.numel()])
+        sums, by_rank_flat, loads = torch.split(
+            summed, [len(mine), by_rank.numel(), load_LE.numel()]
+        )
         num_records = int(sums[4])
         by_rank = by_rank_flat.view_as(by_rank)
         means = [total / num_records for total in sums[2:4].tolist()] if num_records else [None] * 2

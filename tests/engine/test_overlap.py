@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from pith.comm.stopwatch import Stopwatch
 from pith.comm.channels import Transport, Wire
+from pith.comm.stopwatch import Stopwatch
 from pith.engine.chunk import MicroBatch, backward_chunk, drain, forward_chunk
 from pith.engine.executor import Executor
 from pith.engine.segment import Tape

@@ -65,7 +65,7 @@ def test_output_and_gradients_equal_a_loop_over_tokens_and_starving_experts_get_
         if naive:
             out_RD = by_token(experts, x_RD, ids_RK, weights_RK)
         else:
-            out_RD = experts(receive(x_RD, ids_RK, weights_RK, parts))
+            out_RD = experts.sum_weighted(receive(x_RD, ids_RK, weights_RK, parts))
         leaves = (x_RD, weights_RK, *experts.parameters())
         results.append((out_RD, *torch.autograd.grad(out_RD.square().sum(), leaves)))
     for found, wanted in zip(*results, strict=True):
@@ -83,7 +83,7 @@ def test_partial_sums_of_all_shares_add_up_to_the_whole(
     x_RD = torch.randn(5, 6, generator=generator, dtype=torch.float64, requires_grad=True)
     weights_RK = torch.rand(5, 2, generator=generator, dtype=torch.float64, requires_grad=True)
     dy = torch.randn(5, 6, generator=generator, dtype=torch.float64)
-    out_RD = whole(receive(x_RD, ids_RK, weights_RK, whole.parts))
+    out_RD = whole.sum_weighted(receive(x_RD, ids_RK, weights_RK, whole.parts))
     out_RD.backward(dy)
     wanted = (x_RD.grad, weights_RK.grad, out_RD)
     x_RD.grad = weights_RK.grad = None
@@ -95,7 +95,7 @@ def test_partial_sums_of_all_shares_add_up_to_the_whole(
         with torch.no_grad():
             for parameter, full in zip(share.parameters(), whole.parameters(), strict=True):
                 parameter.copy_(full[mine])
-        partial_RD = share(receive(x_RD, ids_RK, weights_RK, parts))
+        partial_RD = share.sum_weighted(receive(x_RD, ids_RK, weights_RK, parts))
         partial_RD.backward(dy)
         total_RD += partial_RD.detach()
         for parameter, full in zip(share.parameters(), whole.parameters(), strict=True):

@@ -212,7 +212,9 @@ def test_balance_scopes_and_z_loss_are_those_of_the_same_cut_in_one_process(
 
 def recorded(ranks: int) -> dict[str, Outcome]:
     return {
-        name: steps(case(layout, precision="float32"), [random_batch(16)], routing=Recorder(16, length=8))
+        name: steps(
+            case(layout, precision="float32"), [random_batch(16)], routing=Recorder(16, length=8)
+        )
         for name, layout in of_size(ranks).items()
     }
 

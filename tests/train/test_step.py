@@ -22,7 +22,6 @@ from pith.schedule.table import slot_text
 from pith.train import loop
 from pith.train.build import build
 from pith.train.step import Trainer, sum_of_squares
-from tests.conftest import group_of_one
 from tests.train.one_piece import Weights, initial, whole_batch
 from tests.train.parity import (
     CPU,
@@ -83,13 +82,6 @@ def same_bits(some: list[Tensor], others: list[Tensor]) -> bool:
 def nothing_counts() -> Batch:
     batch = random_batch(6)
     return replace(batch, labels_NS=np.full_like(batch.labels_NS, NOT_COUNTED))
-
-
-@pytest.fixture(autouse=True, scope="module")
-def imported_once() -> None:
-    """Take a step here: what it imports, ranks that are forked need not import each."""
-    with group_of_one():
-        trainer_of(small(1)).step(0, random_batch(6))
 
 
 # One update
@@ -194,14 +186,13 @@ def test_loss_and_gradient_are_means_over_the_batch_however_it_is_cut(run_ranks,
         assert_near(grads, whole.grads, tolerance=1e-6, label=label)
 
 
-@pytest.mark.usefixtures("alone")
-def test_a_batch_in_which_nothing_counts_has_loss_and_gradient_zero_and_only_decays():
+def test_a_batch_in_which_nothing_counts_has_loss_and_gradient_zero_and_only_decays(run_ranks):
     case = small(1)
-    trainer, start = trainer_of(case), initial(case)
-    result = trainer.step(0, nothing_counts())
+    [outcome] = run_ranks(1, steps, case, [nothing_counts()])
+    start, result = initial(case), outcome.result
     assert (result.num_counted, result.loss, result.grad_norm) == (0, 0.0, 0.0)
     assert result.updated
-    for name, weight in masters(trainer).items():
+    for name, weight in joined([outcome.weights]).items():
         decay = 0.1 if weight.ndim > 1 else 0.0
         torch.testing.assert_close(weight, start[name] * (1 - 0.01 * decay), rtol=1e-14, atol=0)
 
@@ -409,8 +400,11 @@ def test_loads_count_every_token_and_slot_exactly_also_after_evaluation(evaluate
 # bfloat16
 
 
-@pytest.mark.usefixtures("alone")
-def test_bfloat16_computes_on_copies_of_float32_masters_and_stays_near_float32():
+def test_bfloat16_computes_on_copies_of_float32_masters_and_stays_near_float32(run_ranks):
+    run_ranks(1, four_steps_in_bfloat16)
+
+
+def four_steps_in_bfloat16() -> None:
     model = {"fields": small(1).model.fields | {"initializer_range": 0.02}}
     wide, narrow = (
         trainer_of(small(1, precision=precision, model=model, optimizer={"lr": 1e-3}))
