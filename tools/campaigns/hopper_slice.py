@@ -1,12 +1,13 @@
 """Qwen3-30B-A3B widths on a GPU: bf16 against the CPU, one process against two.
 
-Usage: python tools/campaigns/hopper_slice.py OUT_DIR [--steps 20]
+Usage: python tools/campaigns/hopper_slice.py OUT_DIR [--steps 20] [--only WORD ...]
 
 Runs `pith train` on a slice of two layers with four sequences of 1024 tokens that every step
-repeats: on the CPU in float32 (one step), on the GPU in bfloat16, there again as two pipeline
-ranks over gloo, and over NCCL where there are two GPUs. Checks that all values are finite, that the
-loss falls, that the first losses agree to 5e-3 and the bfloat16 curves to 5e-3 a step. Prints a
-table; exit 1 when a check fails.
+repeats: on the CPU in float32 (one step), on the GPU in bfloat16, there again as two ranks over
+gloo (pipeline, experts with both exchanges), and over NCCL where there are two GPUs (data parallel
+too). Checks that all values are finite, that the loss falls, that the first losses agree to 5e-3
+and the bfloat16 curves to 5e-3 a step. `--only` takes the runs whose names hold one of the words,
+besides the references. Prints a table; exit 1 when a check fails.
 """
 
 import argparse
@@ -24,17 +25,29 @@ import torch
 TOLERANCE = 5e-3
 SEQUENCES, LENGTH = 4, 1024
 SHORT = ["--set=training.precision=float32", "--set=optimizer.warmup_steps=1"]
-RUNS = {
+REFERENCES = {
     "cpu float32": ["--device=cpu", *SHORT, "--set=training.steps=1"],
-    "gpu float32": ["--device=cuda", *SHORT, "--set=training.steps=2"],
     "gpu bfloat16": ["--device=cuda"],
-    "gpu bfloat16, 2 ranks": ["--device=cuda", "--backend=gloo", "--set=parallel.pp=2"],
+}
+PP2, EP2 = "--set=parallel.pp=2", "--set=parallel.ep=2"
+SPLITS = "--set=parallel.exchange=splits"
+GLOO, NCCL = ["--device=cuda", "--backend=gloo"], ["--device=cuda", "--backend=nccl"]
+ONE_GPU = {
+    "gpu float32": ["--device=cuda", *SHORT, "--set=training.steps=2"],
+    "gpu bfloat16, gloo, pp 2": [*GLOO, PP2],
+    "gpu bfloat16, gloo, ep 2": [*GLOO, EP2],
+    "gpu bfloat16, gloo, ep 2, splits": [*GLOO, EP2, SPLITS],
 }
 TWO_GPUS = {
-    "2 gpus bfloat16, nccl": ["--device=cuda", "--backend=nccl", "--set=parallel.pp=2"],
+    "2 gpus bfloat16, nccl, pp 2": [*NCCL, PP2],
+    "2 gpus bfloat16, nccl, ep 2": [*NCCL, EP2],
+    "2 gpus bfloat16, nccl, ep 2, splits": [*NCCL, EP2, SPLITS],
+    "2 gpus bfloat16, nccl, dp 2": [*NCCL, "--nproc=2"],
+    "2 gpus bfloat16, nccl, dp 2, hsdp": [*NCCL, "--nproc=2", "--set=parallel.dp_shard=1"],
 }
 SLICE = {
     "model.fields.num_hidden_layers": 2,
+    "model.fields.vocab_size": 16384,  # text is read byte by byte; a head that gloo can reduce
     "parallel.pp": 1,
     "parallel.ep": 1,
     "parallel.schedule": "auto",
@@ -54,19 +67,21 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("out", type=Path)
     parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--only", nargs="+", default=[""], metavar="WORD")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     corpus = options.out / "repeated.txt"
     source = resources.files("pith.data") / "embedded" / "python-docs.jsonl"
     text = "".join(json.loads(line)["text"] for line in source.read_text().splitlines())
     corpus.write_text(text[: SEQUENCES * LENGTH + 100], encoding="ascii", errors="replace")
-    wanted = RUNS | TWO_GPUS if torch.cuda.device_count() > 1 else RUNS
-    runs = {name: train(wanted[name], options, corpus) for name in wanted}
+    others = ONE_GPU | (TWO_GPUS if torch.cuda.device_count() > 1 else {})
+    chosen = {n: place for n, place in others.items() if any(w in n for w in options.only)}
+    runs = {n: train(place, options, corpus) for n, place in (REFERENCES | chosen).items()}
     for name, steps in runs.items():
         last, speed = steps[-1], max(step["tokens_per_second"] for step in steps)
         memory = (last["memory_bytes"] or 0) / 1e9
         print(
-            f"{name:24} loss {steps[0]['loss']:.5f} -> {last['loss']:.5f} in {len(steps)} steps,"
+            f"{name:36} loss {steps[0]['loss']:.5f} -> {last['loss']:.5f} in {len(steps)} steps,"
             f" grad norm {steps[0]['grad_norm']:.4f}, {speed:,.0f} tokens/s, {memory:.1f} GB"
         )
     problems = list(check(runs))
