@@ -44,15 +44,16 @@ def test_a_tied_head_is_held_a_second_time_on_another_stage():
 
 def test_more_ranks_are_more_data_ranks():
     data, _ = dry_run(Recipe.load("tiny-moe", ["training.global_batch_size=16"]), world_size=8)
-    assert data["layout"] == {"pp": 2, "dp": 4, "cp": 1, "ep": 1}
-    assert data["num_micro_batches"] == data["batch"]["num_micro_batches"] == 2
+    assert data["layout"] == {"pp": 2, "dp": 2, "cp": 1, "ep": 2}
+    assert data["batch"]["data_ranks"] == 4
+    assert data["num_micro_batches"] == data["batch"]["num_micro_batches"] == 4
 
 
 def test_what_training_would_refuse_is_a_warning(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)  # where nothing is called "corpus"
-    data, text = dry_run(Recipe.load("qwen3-30b-a3b", ["model.fields.fancy=1"]))
+    data, text = dry_run(Recipe.load("qwen3-30b-a3b", ["model.fields.fancy=1", "parallel.cp=2"]))
     assert [warning.partition(":")[0] for warning in data["warnings"]] == [
-        "parallel.ep",
+        "parallel.cp",
         "data.corpus",
         "model.fields",
     ]

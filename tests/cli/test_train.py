@@ -33,10 +33,10 @@ def test_a_dry_run_reports_the_plan_and_makes_nothing(capsys, tmp_path):
 
 
 def test_nproc_and_an_outer_launcher_set_the_world_of_the_plan(monkeypatch, capsys):
-    assert run(["train", "--dry-run", "--json", "--nproc", "4"]) == 0
+    assert run(["train", "--dry-run", "--json", "--nproc", "8"]) == 0
     assert report_of(capsys)["data"]["layout"]["dp"] == 2
 
-    for name, value in {"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_LOCALID": "0"}.items():
+    for name, value in {"SLURM_PROCID": "0", "SLURM_NTASKS": "16", "SLURM_LOCALID": "0"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("SLURM_NODELIST", "n1")
     monkeypatch.setenv("SLURM_JOB_ID", "7")
@@ -44,15 +44,17 @@ def test_nproc_and_an_outer_launcher_set_the_world_of_the_plan(monkeypatch, caps
     assert report_of(capsys)["data"]["layout"]["dp"] == 4
 
     assert run(["train", "--dry-run", "--nproc", "2"]) == 2
-    assert "another number of ranks; found --nproc 2; wanted 8" in capsys.readouterr().err
+    assert "another number of ranks; found --nproc 2; wanted 16" in capsys.readouterr().err
 
 
 def test_a_layout_that_cannot_be_trained_yet_is_refused_with_the_plan_as_next_step(capsys):
-    assert run(["train", "qwen3-30b-a3b"]) == 2
+    assert run(["train", "--set", "parallel.cp=2"]) == 2
 
     stderr = capsys.readouterr().err
-    assert "parallel.ep: found 4" in stderr
+    assert "parallel.cp: found 2" in stderr
+    assert "parallel.ep" not in stderr
     assert "--dry-run" in stderr
+    assert run(["train", "--set", "parallel.cp=2", "--dry-run"]) == 0
 
 
 IMPOSSIBLE = {

@@ -141,9 +141,11 @@ def test_an_explicit_split_is_used():
 
 def test_what_cannot_be_trained_yet_is_named():
     assert Recipe.load(SOUND).not_trainable_yet() == ()
-    recipe = Recipe.load(SOUND, ["parallel.ep=2", "parallel.cp=2"])
-    named = {fault.where: fault.found for fault in recipe.not_trainable_yet(16)}
-    assert named == {"parallel.dp": "2", "parallel.cp": "2", "parallel.ep": "2"}
+    spread = ["parallel.ep=2", "parallel.dp_shard=2", "parallel.exchange=splits"]
+    assert Recipe.load(SOUND, spread, world_size=8).not_trainable_yet() == ()
+    recipe = Recipe.load(SOUND, [*spread, "parallel.cp=2"], world_size=16)
+    named = {fault.where: (fault.found, fault.nearest) for fault in recipe.not_trainable_yet()}
+    assert named == {"parallel.cp": ("2", ("1",))}
 
 
 def test_no_balance_loss_means_no_coefficient():
@@ -156,7 +158,8 @@ def test_no_balance_loss_means_no_coefficient():
 def test_the_schema_accepts_what_ships_and_what_is_resolved(name):
     schema = schema_validator()
     assert schema.is_valid(tomllib.loads((RECIPES / name / "recipe.toml").read_text()))
-    assert schema.is_valid(tomllib.loads(Recipe.load(name, ["training.clip=none"]).to_toml()))
+    changed = ["training.clip=none", "balance.z_loss=0.1", "parallel.exchange=splits"]
+    assert schema.is_valid(tomllib.loads(Recipe.load(name, changed).to_toml()))
 
 
 @pytest.mark.parametrize(
@@ -165,7 +168,10 @@ def test_the_schema_accepts_what_ships_and_what_is_resolved(name):
         {"trainig": {}},
         {"training": {"steps": 3}},
         {"balance": {"scope": "global_batch"}},
-        {"balance": {"z_loss": 0.1}},
+        {"balance": {"bias_update": 0.1}},
+        {"balance": {"z_loss": -0.1}},
+        {"parallel": {"exchange": "deepep"}},
+        {"parallel": {"dp_shard": 0}},
         {"parallel": {"schedule": "dualpipe"}},
         {"parallel": {"pp": 0}},
         {"data": {"corpus": 3}},

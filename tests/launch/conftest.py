@@ -92,6 +92,7 @@ def fakes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
 
 # A run of two steps, small in every way but whole.
 SMALL = {
+    "parallel.ep": 1,
     "training.steps": 2,
     "training.global_batch_size": 4,
     "training.micro_batch_size": 1,

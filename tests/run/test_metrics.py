@@ -10,7 +10,7 @@ from pith.run.metrics import MetricsLog, StepMetrics
 
 KEYS = (
     "step, loss, balance_loss, grad_norm, lr, tokens, step_seconds, tokens_per_second, "
-    "mfu_causal, mfu_full, memory_bytes, expert_load"
+    "mfu_causal, mfu_full, memory_bytes, z_loss, communication_seconds, expert_load"
 )
 
 
@@ -38,11 +38,17 @@ def lines(path):
 
 def test_a_step_has_the_promised_keys(tmp_path):
     with MetricsLog(tmp_path / "m.jsonl") as log:
-        log.step(metrics(expert_load={"3": (5, 7)}))
-    (step,) = lines(tmp_path / "m.jsonl")
-    assert ", ".join(step) == KEYS
-    assert step["expert_load"] == {"3": [5, 7]}
-    assert step["mfu_causal"] is None
+        log.step(metrics())
+        seconds = {"dispatch": 0.25, "reduce": math.nan}
+        loads = {"3": (5, 7)}
+        log.step(metrics(z_loss=4.5, communication_seconds=seconds, expert_load=loads))
+    bare, full = lines(tmp_path / "m.jsonl")
+    assert ", ".join(bare) == ", ".join(full) == KEYS
+    unknown = ("mfu_causal", "mfu_full", "memory_bytes", "z_loss", "communication_seconds")
+    assert [bare[key] for key in unknown] == [None] * 5
+    assert full["z_loss"] == 4.5
+    assert full["communication_seconds"] == {"dispatch": 0.25, "reduce": None}
+    assert full["expert_load"] == {"3": [5, 7]}
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
