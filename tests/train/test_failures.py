@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from pith.config import Recipe
+
 SITES = ("data", "forward", "backward", "optimizer")
 PLACES = [*((site, 1) for site in SITES), ("backward", 0)]
 BROKEN_RECIPES = sorted((Path(__file__).parents[1] / "broken" / "recipes").glob("*.toml"))
@@ -22,6 +24,10 @@ def assert_ended(run: Any, *, status: int) -> None:
     assert run.status == status, run.stderr
     assert run.survivors == []
     assert not [path for path in run.cwd.rglob("weights-*") if path.suffix != ".tmp"]
+
+
+def metrics_of(run: Any) -> list[dict[str, Any]]:
+    return list(map(json.loads, (run.run_dir / "metrics.jsonl").read_text().splitlines()))
 
 
 def errors_of(run: Any) -> list[str]:
@@ -58,6 +64,57 @@ def test_a_killed_rank_ends_the_run_in_one_line(command: Any, site: str, rank: i
     assert (report["ok"], report["exit"], report["error"]["code"]) == (False, 1, "run.rank-lost")
 
 
+# Four processes, pp 2 x ep 2. The pairs of 1f1b-pair hold the first backward of each row.
+SPLITS = {"parallel.exchange": "splits", "parallel.schedule": "1f1b-pair"}
+STRIKES = [
+    ("gather", 3, {}),
+    ("dispatch", 0, {}),
+    ("combine", 3, {}),
+    ("combine-backward", 1, {}),
+    ("dispatch-backward", 2, {}),
+    ("dispatch", 2, SPLITS),
+    ("combine", 1, SPLITS),
+    ("combine-backward", 3, SPLITS),
+    ("dispatch-backward", 0, SPLITS),
+    ("reduce", 1, SPLITS),
+]
+
+
+def phase_slots(recipe: Recipe, rank: int) -> dict[str, str]:
+    """The slot of its row in which `rank` of four first comes to each phase of the exchange."""
+    row = recipe.table(4).row_texts()[recipe.mesh(4).coordinates(rank).pp].split()
+    stages = "".join(str(stage) for stage, layers in enumerate(recipe.layer_split()) if layers)
+    forward, backward = (
+        next(slot for slot in row if re.search(rf"[{kinds}][{stages}]\.", slot))
+        for kinds in ("F", "BI")
+    )
+    ways_back = ("combine-backward", "dispatch-backward")
+    return {"dispatch": forward, "combine": forward, **dict.fromkeys(ways_back, backward)}
+
+
+@pytest.mark.parametrize(("site", "rank", "settings"), STRIKES)
+def test_a_rank_killed_while_ranks_exchange_tokens_or_weights_ends_the_run_in_one_line(
+    command: Any, site: str, rank: int, settings: dict[str, object]
+) -> None:
+    settings = {"parallel.ep": 2, **settings}
+    phases = phase_slots(command.recipe(settings), rank)
+
+    run = command.train("--json", f"--inject-fault=kill:{site}:{rank}:2", settings=settings)
+
+    assert_ended(run, status=1)
+    assert run.seconds_after_last_step < 15
+    assert [line["step"] for line in metrics_of(run)] == [1], "the fault should strike in step 2"
+    (line,) = errors_of(run)
+    where = f"at step 2, slot {phases.get(site, site)};"
+    assert line.startswith(f"error: rank {rank} was killed by SIGKILL {where}")
+    assert json.loads(run.stdout)["error"]["code"] == "run.rank-lost"
+
+
+def test_exchanges_are_struck_in_pairs_too(command: Any) -> None:
+    recipe = command.recipe({"parallel.ep": 2, **SPLITS})
+    assert all("|B" in phase_slots(recipe, rank)["combine-backward"] for rank in range(4))
+
+
 def test_a_rank_that_hangs_is_named_once_the_others_have_waited_long_enough(command: Any) -> None:
     run = command.train("--inject-fault", "hang:forward:1:2", "--timeout", "5")
 
@@ -74,7 +131,7 @@ def test_a_step_that_is_not_finite_stops_the_run_and_saves_nothing(command: Any)
     (line,) = (line for line in errors_of(run) if line.startswith("error"))
     assert line.startswith("error: step 2: loss nan is not finite on rank 0")
     assert json.loads(run.stdout)["error"]["code"] == "run.non-finite"
-    *_, last, event = map(json.loads, (run.run_dir / "metrics.jsonl").read_text().splitlines())
+    *_, last, event = metrics_of(run)
     assert (last["step"], last["loss"]) == (2, None)
     assert (event["event"], event["step"]) == ("non_finite", 2)
     assert 0 in event["ranks"]
@@ -87,7 +144,7 @@ def test_the_skip_policy_passes_over_such_steps_up_to_its_limit(command: Any) ->
     assert_ended(run, status=1)
     assert "step 4: " in errors_of(run)[-1]
     assert "3 such steps in a row" in errors_of(run)[-1]
-    lines = list(map(json.loads, (run.run_dir / "metrics.jsonl").read_text().splitlines()))
+    lines = metrics_of(run)
     assert [line["step"] for line in lines if "event" not in line] == [1, 2, 3, 4]
     assert [line["step"] for line in lines if line.get("event") == "non_finite"] == [2, 3, 4]
 
@@ -171,7 +228,7 @@ def test_a_corpus_with_ids_that_the_model_lacks_is_refused(command: Any) -> None
     assert_refused(run, "found 257 ids", "at most 200", "manifest.json")
 
 
-@pytest.mark.parametrize(("num_characters", "found"), [(3 * 32 + 1, 3), (30, 0)])
+@pytest.mark.parametrize(("num_characters", "found"), [(7 * 32 + 1, 7), (30, 0)])
 def test_a_corpus_smaller_than_one_batch_is_refused_with_both_numbers(
     command: Any, tmp_path: Path, num_characters: int, found: int
 ) -> None:
@@ -180,13 +237,13 @@ def test_a_corpus_smaller_than_one_batch_is_refused_with_both_numbers(
 
     run = command.train(settings={"data.corpus": text, "data.validation": 0})
 
-    assert_refused(run, f"found {found} training sequences", "at least 4", "one global batch")
+    assert_refused(run, f"found {found} training sequences", "at least 8", "one global batch")
     assert text.read_text() == "x" * num_characters
 
 
 def test_one_batch_is_enough_unless_the_epochs_are_limited(command: Any, tmp_path: Path) -> None:
     text = tmp_path / "one-batch.txt"
-    text.write_text("x" * (4 * 32 + 1))
+    text.write_text("x" * (8 * 32 + 1))
     settings = {"data.corpus": text, "data.validation": 0, "training.steps": 2}
 
     run = command.train("--json", settings=settings)
@@ -195,7 +252,7 @@ def test_one_batch_is_enough_unless_the_epochs_are_limited(command: Any, tmp_pat
     assert run.data["validation_loss"] is None
 
     run = command.train(settings={**settings, "data.epochs": 1})
-    assert_refused(run, "does not last for 2 steps", "found 4 sequences in 1 epoch", "wanted 8")
+    assert_refused(run, "does not last for 2 steps", "found 8 sequences in 1 epoch", "wanted 16")
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""`pith train` from its command line to its run folder, on a micro recipe and two ranks."""
+"""`pith train` from its command line to its run folder, on a micro recipe and several layouts."""
 
 import hashlib
 import json
@@ -9,22 +9,31 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from pith.checkpoint.weights import load_weights
 from pith.config import Recipe
 from pith.run.trace import read_trace
 from pith.train.initial import fill
+from pith.train.step import PHASES
 
 REPORT_KEYS = {"schema", "verb", "ok", "exit", "checks", "data", "error", "next", "env"}
 DATA_KEYS = {
     *("recipe", "layout", "world_size", "schedule", "steps", "first_loss", "last_loss"),
     *("validation_loss", "tokens_per_second", "run_dir", "checkpoint"),
+    *("operators", "exchange", "routing"),
 }
 FINITE_KEYS = {
-    *("step", "loss", "balance_loss", "grad_norm", "lr", "tokens", "step_seconds"),
+    *("step", "loss", "balance_loss", "z_loss", "grad_norm", "lr", "tokens", "step_seconds"),
     *("tokens_per_second", "memory_bytes"),
 }
 ABSENT_ON_CPU = {"mfu_causal", "mfu_full"}
+SPREAD = {"parallel.ep": 2}  # on pp 2: four processes, the layout of tiny-moe as it ships
+OTHERS: dict[str, tuple[int, dict[str, object]]] = {  # processes and settings
+    "dp 2": (2, {"parallel.pp": 1}),
+    "dp 2, hsdp": (2, {"parallel.pp": 1, "parallel.dp_shard": 1}),
+    "dp 2, ep 2, splits": (4, {"parallel.pp": 1, **SPREAD, "parallel.exchange": "splits"}),
+}
 
 
 def metrics(run_dir: Path) -> list[dict[str, Any]]:
@@ -55,9 +64,9 @@ def contents(folder: Path) -> dict[str, tuple[str, int]]:
 def twice(command: Any) -> Any:
     """The same command twice in one folder, and what the first run had left before the second."""
     options = ("--json", "--out", "report.json")
-    first = command.train(*options, prefix=("-m", "pith.cli"))
+    first = command.train(*options, settings=SPREAD, prefix=("-m", "pith.cli"))
     before = contents(first.run_dir), (first.cwd / "report.json").read_bytes()
-    return first, before, command.train(*options, cwd=first.cwd)
+    return first, before, command.train(*options, settings=SPREAD, cwd=first.cwd)
 
 
 @pytest.fixture(scope="module")
@@ -96,8 +105,9 @@ def test_stdout_is_one_report_with_the_promised_keys(first: Any) -> None:
     assert all(check["ok"] for check in report["checks"])
     data = report["data"]
     assert set(data) >= DATA_KEYS
-    assert (data["recipe"], data["steps"], data["world_size"]) == ("tiny-moe", 4, 2)
-    assert data["layout"] == {"pp": 2, "dp": 1, "cp": 1, "ep": 1}
+    assert (data["recipe"], data["steps"], data["world_size"]) == ("tiny-moe", 4, 4)
+    assert data["layout"] == {"pp": 2, "dp": 1, "cp": 1, "ep": 2}
+    assert (data["exchange"], data["routing"]) == ("collectives", "learned")
     assert first.survivors == []
 
 
@@ -119,10 +129,14 @@ def test_every_step_has_finite_metrics_and_the_report_repeats_them(
     lines = steps(run_dir)
     assert [line["step"] for line in lines] == [1, 2, 3, 4]
     for line in lines:
-        assert set(line) >= FINITE_KEYS | ABSENT_ON_CPU | {"expert_load"}
+        assert set(line) >= FINITE_KEYS | ABSENT_ON_CPU | {"communication_seconds", "expert_load"}
         assert all(math.isfinite(line[key]) for key in FINITE_KEYS)
         assert all(line[key] is None for key in ABSENT_ON_CPU)
-        assert line["tokens"] == 4 * 32
+        waits = line["communication_seconds"]
+        assert waits.keys() == set(PHASES)
+        assert all(seconds > 0 for phase, seconds in waits.items() if phase != "balance")
+        assert sum(waits.values()) < line["step_seconds"] + 1
+        assert line["tokens"] == 8 * 32
         assert line["grad_norm"] > 0
         assert line["tokens_per_second"] == pytest.approx(line["tokens"] / line["step_seconds"])
         # Each of the 4 layers routes each token to 2 experts.
@@ -137,33 +151,24 @@ def test_every_step_has_finite_metrics_and_the_report_repeats_them(
 
 
 def test_the_folder_says_what_was_run_and_with_what(run_dir: Path, command: Any) -> None:
-    assert Recipe.load(run_dir / "config.toml") == command.recipe()
+    assert Recipe.load(run_dir / "config.toml") == command.recipe(SPREAD)
     environment = json.loads((run_dir / "environment.json").read_text())
-    assert (environment["world_size"], environment["device"]) == (2, "cpu")
+    assert (environment["world_size"], environment["device"]) == (4, "cpu")
     assert environment["torch"] == torch.__version__
     assert {"python", "commit", "diff_sha256", "devices"} <= set(environment)
     assert not (run_dir / "failures").exists()
 
 
 def test_what_every_rank_ran_is_its_row_of_the_table(run_dir: Path, command: Any) -> None:
-    assert read_trace(run_dir / "trace") == command.recipe().table().row_texts()
+    recipe = command.recipe(SPREAD)
+    rows = recipe.table(4).row_texts()
+    assert any("|" in row for row in rows), "some slots should be pairs"
+    own = tuple(rows[recipe.mesh(4).coordinates(rank).pp] for rank in range(4))
+    assert read_trace(run_dir / "trace") == own
 
 
-def test_the_saved_weights_are_the_whole_model_and_have_moved(
-    first: Any, run_dir: Path, command: Any
-) -> None:
-    folder = Path(first.data["checkpoint"])
-    assert folder.parent == run_dir / "checkpoints"
-    weights = load_weights(folder)
-    specs = {spec.name: spec for spec in command.recipe().architecture.parameters()}
-    assert {name: tuple(tensor.shape) for name, tensor in weights.items()} == {
-        name: spec.shape for name, spec in specs.items()
-    }
-    for name, tensor in weights.items():
-        initial = torch.empty_like(tensor)
-        fill(initial, specs[name], seed=command.recipe().training.seed)
-        assert torch.isfinite(tensor).all(), name
-        assert not torch.equal(tensor, initial), f"{name} has not moved"
+def test_the_saved_weights_lie_in_the_run_folder(first: Any, run_dir: Path) -> None:
+    assert Path(first.data["checkpoint"]).parent == run_dir / "checkpoints"
 
 
 def test_the_same_command_again_makes_a_new_folder_and_leaves_the_first_alone(twice: Any) -> None:
@@ -184,13 +189,66 @@ def test_the_same_seed_gives_the_same_bits(twice: Any) -> None:
     assert all(torch.equal(one[name], two[name]) for name in one)
 
 
-def test_one_process_learns_the_same(alone: Any, run_dir: Path) -> None:
-    (_, *later), (_, *later_alone) = steps(run_dir), steps(alone.run_dir)
+def initial_weights(recipe: Recipe) -> dict[str, Tensor]:
+    """By name, in the shapes that the architecture gives them."""
+    weights = {spec.name: torch.empty(spec.shape) for spec in recipe.architecture.parameters()}
+    for spec in recipe.architecture.parameters():
+        fill(weights[spec.name], spec, seed=recipe.training.seed)
+    return weights
+
+
+def assert_same_weights(
+    found: dict[str, Tensor], wanted: dict[str, Tensor], *, start: dict[str, Tensor]
+) -> None:
+    """Whole, moved, and as near to the wanted ones as float32 lets training come."""
+    assert found.keys() == start.keys()
+    for name, initial in start.items():
+        assert found[name].shape == initial.shape, name
+        error, way = (float((found[name] - x).norm()) for x in (wanted[name], initial))
+        assert way > 0, f"{name} has not moved"
+        assert error <= 1e-3 * way, f"{name} is off by {error} after a way of {way}"
+
+
+@pytest.mark.parametrize("layout", ["pp 2, ep 2", *OTHERS])
+def test_every_layout_learns_as_one_process_and_leaves_the_same_whole_weights(
+    command: Any, first: Any, alone: Any, layout: str
+) -> None:
+    run = first
+    if layout in OTHERS:
+        num_processes, settings = OTHERS[layout]
+        run = command.train("--json", f"--nproc={num_processes}", settings=settings)
+        assert run.status == 0, run.stderr
+        assert run.data["world_size"] == num_processes
+        assert run.data["exchange"] == settings.get("parallel.exchange", "collectives")
     assert alone.data["world_size"] == 1
-    assert steps(alone.run_dir)[0]["loss"] == pytest.approx(steps(run_dir)[0]["loss"], rel=1e-6)
-    for one, two in zip(later_alone, later, strict=True):
-        assert one["loss"] == pytest.approx(two["loss"], rel=1e-5)
-        assert one["grad_norm"] == pytest.approx(two["grad_norm"], rel=1e-4)
+    own = steps(Path(run.data["run_dir"]))
+    assert own[0]["loss"] == pytest.approx(steps(alone.run_dir)[0]["loss"], rel=1e-6)
+    for one, other in zip(steps(alone.run_dir), own, strict=True):
+        for key, tolerance in {"loss": 1e-5, "balance_loss": 1e-5, "grad_norm": 1e-4}.items():
+            assert other[key] == pytest.approx(one[key], rel=tolerance), (one["step"], key)
+
+    weights = load_weights(Path(run.data["checkpoint"]))
+    wanted = load_weights(alone.cwd / alone.data["checkpoint"])
+    assert_same_weights(weights, wanted, start=initial_weights(command.recipe()))
+
+
+def test_weights_put_together_wrongly_would_be_seen(command: Any, alone: Any) -> None:
+    wanted = load_weights(alone.cwd / alone.data["checkpoint"])
+    start = initial_weights(command.recipe())
+    assert_same_weights(wanted, wanted, start=start)
+    experts = next(name for name in wanted if ".experts." in name)
+    rows = len(wanted[experts])
+    wrong = {
+        "ranks in another order": wanted[experts].roll(rows // 2, 0),
+        "one rank's part twice": wanted[experts][: rows // 2].repeat(2, 1, 1),
+        "one rank's part alone": wanted[experts][: rows // 2],
+        "a part that no rank trained": torch.cat([wanted[experts][:-1], start[experts][-1:]]),
+        "never trained": start[experts],
+        "nothing": wanted[experts] * math.nan,
+    }
+    for tensor in wrong.values():
+        with pytest.raises(AssertionError, match=r"experts"):
+            assert_same_weights(wanted | {experts: tensor}, wanted, start=start)
 
 
 def test_weights_go_where_checkpoint_directory_says(alone: Any) -> None:
