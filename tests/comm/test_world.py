@@ -25,6 +25,15 @@ def all_that_ranks_do() -> dict[str, object]:
         except RunFailedError as error:
             found[f"odd {odd}"] = error
     world.agree("recipe", "one" * 1000)
+    for odd in range(world.size):
+        text = "own" if world.rank == 0 else "shared"
+        if world.rank == odd:
+            text = "other"
+        try:
+            world.agree("rows", text, among=(0,) if world.rank == 0 else (1, 2))
+            found[f"odd {odd} of its peers"] = "agreed"
+        except RunFailedError as error:
+            found[f"odd {odd} of its peers"] = error
     world.barrier()
     return found
 
@@ -41,6 +50,21 @@ def test_three_ranks_sum_exactly_and_stop_where_one_differs(run_ranks):
             assert isinstance(error, RunFailedError), f"rank {rank} missed that {odd} differs"
             assert "recipe" in str(error)
             assert f"ranks {named} differ from rank 0" in str(error)
+
+
+def test_only_ranks_that_must_be_the_same_are_compared_and_the_others_hear_nothing(run_ranks):
+    alone, *pair = run_ranks(3, all_that_ranks_do)
+    for found in (alone, *pair):
+        assert found["odd 0 of its peers"] == "agreed", "rank 0 is compared with nobody"
+    for odd in (1, 2):
+        assert alone[f"odd {odd} of its peers"] == "agreed"
+        for found in pair:
+            error = found[f"odd {odd} of its peers"]
+            assert isinstance(error, RunFailedError)
+            assert error.code == "ranks.disagree"
+            assert "different values of the rows" in str(error)
+            assert "ranks [2] differ from rank 1" in str(error)
+            assert "the same on ranks [1, 2]" in str(error)
 
 
 def test_a_world_of_one_agrees_with_itself_without_a_process_group():

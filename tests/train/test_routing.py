@@ -2,12 +2,15 @@
 
 from collections import Counter
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from pith.train.routing import Balanced, Recorder, Replay, far_apart, merge
+from tests.train.parity import SIZES as MODEL
+from tests.train.parity import random_batch, recipe, steps
 
 NUM_SEQUENCES, LENGTH, TOP_K = 6, 5, 3
 
@@ -129,3 +132,39 @@ def test_the_order_names_every_expert_once() -> None:
     assert far_apart(8) == [0, 4, 2, 6, 1, 5, 3, 7]
     for num_experts in range(1, 130):
         assert sorted(far_apart(num_experts)) == list(range(num_experts))
+
+
+LAYOUTS: list[dict[str, Any]] = [
+    {"pp": 1, "schedule": "1f1b", "micro_batches": 8},
+    {"pp": 2, "schedule": "dualpipev", "micro_batches": 8},
+    {"pp": 1, "ep": 2, "schedule": "1f1b-pair", "micro_batches": 4, "exchange": "collectives"},
+    {"pp": 1, "ep": 2, "schedule": "zbv", "micro_batches": 4, "exchange": "splits"},
+]
+
+
+def loads_of_steps(ranks: int) -> list[tuple[tuple[tuple[int, ...], ...], ...]]:
+    """Counts per layer and expert of a step with balanced routing and of one as learned."""
+    return [
+        tuple(
+            steps(recipe(**layout), [random_batch(16)], routing=routing).result.load_LE
+            for routing in (Balanced(4), None)
+        )
+        for layout in LAYOUTS
+        if layout["pp"] * layout.get("ep", 1) == ranks
+    ]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_balanced_routing_gives_every_expert_the_same_load_in_a_step_of_any_layout(
+    run_ranks: Any, ranks: int
+) -> None:
+    num_pairs = 16 * 8 * 2  # tokens and top-k
+    even = [
+        [num_pairs // 4] * 4 if layer not in MODEL["mlp_only_layers"] else [0] * 4
+        for layer in range(MODEL["num_hidden_layers"])
+    ]
+    for outcome in run_ranks(ranks, loads_of_steps, ranks):
+        for balanced, learned in outcome:
+            assert [list(row) for row in balanced] == even
+            assert [sum(row) for row in learned] == [sum(row) for row in even]
+            assert [list(row) for row in learned] != even, "routers should choose unevenly here"
