@@ -1,12 +1,13 @@
 """Kills ranks of small runs, or lets them raise, at random places: do all runs end well and soon?
 
-Usage: python tools/campaigns/kill_ranks.py OUT_DIR [--count 40] [--seed 0] [--pp 4]
+Usage: python tools/campaigns/kill_ranks.py OUT_DIR [--count 40] [--seed 0] [--pp 2] [--ep 2]
 
 Each run is `pith train` on a micro recipe with one fault: raise or kill, at a random site, rank and
-step. It must end within 15 s of the fault, with exit status 4 and the rank's own traceback last
-(raise) or 1 and one line that names rank, signal, step and slot (kill), and leave neither a process
-nor weights. The time of a fault counts from the last step that was written down before it. Prints
-times and violations, writes kill_ranks.json; exit 1 when anything was violated.
+step, with a random exchange. It must end within 15 s of the fault, with exit status 4 and the
+rank's own traceback last (raise) or 1 and one line that names rank, signal, step and slot (kill),
+and leave neither a process nor weights. The time of a fault counts from the last step that was
+written down before it. Prints times and violations, writes kill_ranks.json; exit 1 when anything
+was violated.
 """
 
 import argparse
@@ -20,15 +21,18 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+
+from pith.run.job import InjectedFault
 
 LIMIT_S = 15.0
 STEPS = 5
 MARK = "PITH_CAMPAIGN_RUN"
 STATUS = {"raise": 4, "kill": 1}
-SITES = ("data", "forward", "backward", "optimizer")
+SITES = InjectedFault.SITES
+EXCHANGES = ("collectives", "splits")
 MICRO = {
     "model.fields.hidden_size": 32,
     "model.fields.num_hidden_layers": 8,
@@ -48,6 +52,7 @@ class Outcome:
     """One run: its fault, how it ended, and what was wrong with that."""
 
     fault: str
+    exchange: str
     status: int | None  # None: it had to be ended
     seconds: float  # from the last step before the fault to the exit
     last_line: str
@@ -59,18 +64,22 @@ def main() -> int:
     parser.add_argument("out", type=Path)
     parser.add_argument("--count", type=int, default=40)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--pp", type=int, default=4, choices=(1, 2, 4))
+    parser.add_argument("--pp", type=int, default=2, choices=(1, 2, 4))
+    parser.add_argument("--ep", type=int, default=2, choices=(1, 2, 4))
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     draw = random.Random(options.seed)
     outcomes = []
     for number in range(options.count):
         step = draw.randint(2, STEPS)
-        rank = draw.randrange(options.pp)
+        rank = draw.randrange(options.pp * options.ep)
         fault = f"{draw.choice(list(STATUS))}:{draw.choice(SITES)}:{rank}:{step}"
-        outcome = one_run(options.out / f"run-{number:03d}", fault, pp=options.pp)
+        layout = {"parallel.pp": options.pp, "parallel.ep": options.ep}
+        exchange = draw.choice(EXCHANGES)
+        outcome = one_run(options.out / f"run-{number:03d}", fault, layout, exchange=exchange)
         outcomes.append(outcome)
-        print(f"{number:3d} {fault:24} {outcome.seconds:5.2f} s  {'; '.join(outcome.violations)}")
+        wrong = "; ".join(outcome.violations)
+        print(f"{number:3d} {fault:30} {exchange:11} {outcome.seconds:5.2f} s  {wrong}", flush=True)
     (options.out / "kill_ranks.json").write_text(
         json.dumps([asdict(o) for o in outcomes], indent=1)
     )
@@ -90,11 +99,12 @@ def summary(outcomes: list[Outcome]) -> int:
     return 1 if num_violations or not outcomes else 0
 
 
-def one_run(folder: Path, fault: str, *, pp: int) -> Outcome:
+def one_run(folder: Path, fault: str, layout: Mapping[str, int], *, exchange: str) -> Outcome:
     """Train with the fault in `folder`, which is kept only where something was violated."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
-    settings = [f"--set={key}={value}" for key, value in (MICRO | {"parallel.pp": pp}).items()]
+    values = {**MICRO, **layout, "parallel.exchange": exchange}
+    settings = [f"--set={key}={value}" for key, value in values.items()]
     command = [sys.executable, "-m", "pith.cli", "train", "--device=cpu", "--run-dir=run"]
     mark = uuid.uuid4().hex
     with (folder / "stdout").open("w") as stdout, (folder / "stderr").open("w") as stderr:
@@ -120,7 +130,7 @@ def one_run(folder: Path, fault: str, *, pp: int) -> Outcome:
     ]
     if not violations:
         shutil.rmtree(folder)
-    return Outcome(fault, status, seconds, lines[-1], violations)
+    return Outcome(fault, exchange, status, seconds, lines[-1], violations)
 
 
 def ended(process: subprocess.Popen[bytes]) -> int | None:
