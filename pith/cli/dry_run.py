@@ -1,6 +1,7 @@
 """`pith train --dry-run`: the plan of a run as data and as text, without torch.
 
-The data: recipe, world_size, layout {pp, dp, cp, ep}, schedule, num_stages, num_micro_batches,
+The data: recipe, world_size, layout {pp, dp, cp, ep}, weights {shards, expert_shards, copies},
+experts {per_rank, exchange} (null for a dense model), schedule, num_stages, num_micro_batches,
 steps, rows (one string per pipeline rank), batch {global_batch_size, micro_batch_size,
 num_micro_batches, data_ranks, sequence_length, tokens_per_step}, model {num_parameters,
 num_active_parameters, flops_per_token, flops_per_step}, stages [{stage, rank, first_layer,
@@ -15,6 +16,7 @@ from typing import Any
 
 from pith.config import Recipe
 from pith.plan.dry_run import DryRun, RatePhase, StagePlan, describe, rate_phases
+from pith.plan.mesh import Mesh
 from pith.schedule import draw
 
 
@@ -60,6 +62,8 @@ def _data(recipe: Recipe, plan: DryRun, rates: tuple[RatePhase, ...]) -> dict[st
         "recipe": recipe.name,
         "world_size": mesh.world_size,
         "layout": {"pp": mesh.pp, "dp": mesh.dp, "cp": mesh.cp, "ep": mesh.ep},
+        "weights": _spread(mesh),
+        "experts": _experts(recipe),
         "schedule": table.name,
         "num_stages": table.placement.num_stages,
         "num_micro_batches": table.num_micro_batches,
@@ -75,6 +79,24 @@ def _data(recipe: Recipe, plan: DryRun, rates: tuple[RatePhase, ...]) -> dict[st
         "stages": [_stage_data(stage) for stage in plan.stages],
         "learning_rate": [asdict(phase) for phase in rates],
     }
+
+
+def _spread(mesh: Mesh) -> dict[str, int]:
+    """Over how many ranks the weights of a stage are cut, and how many such copies there are."""
+    sizes = mesh.sizes()
+    expert_shards = sizes["shard"] * sizes["cp"]
+    return {
+        "shards": expert_shards * sizes["ep"],
+        "expert_shards": expert_shards,
+        "copies": sizes["replica"],
+    }
+
+
+def _experts(recipe: Recipe) -> dict[str, int | str] | None:
+    num_experts = recipe.architecture.num_experts
+    if num_experts == 0:
+        return None
+    return {"per_rank": num_experts // recipe.parallel.ep, "exchange": recipe.exchange_name}
 
 
 def _stage_data(stage: StagePlan) -> dict[str, Any]:
@@ -101,6 +123,14 @@ def _lines(
         f"mesh       {mesh.world_size} ranks = pp {mesh.pp} x dp {mesh.dp} x cp {mesh.cp} "
         f"x ep {mesh.ep}"
     )
+    spread, experts = _spread(mesh), _experts(recipe)
+    yield (
+        f"weights    of a stage in {spread['shards']} shards, experts in "
+        f"{spread['expert_shards']}; copies: {spread['copies']}"
+    )
+    if experts is not None and mesh.ep > 1:
+        held, exchange = experts["per_rank"], experts["exchange"]
+        yield f"experts    {held} of a layer on a rank, exchange {exchange}"
     yield (
         f"model      {_short(plan.num_parameters)} parameters, "
         f"{_short(plan.num_active_parameters)} active per token"
@@ -128,7 +158,7 @@ def _stage_line(stage: StagePlan) -> str:
     layers = stage.layers
     held = f"layers {layers.start} to {layers.stop - 1}" if layers else "no layer"
     return (
-        f"{stage.stage} on rank {stage.rank}: {held}, {_short(stage.num_parameters)} parameters, "
+        f"{stage.stage} on pipeline rank {stage.rank}: {held}, {_short(stage.num_parameters)} parameters, "
         f"{stage.flops_share:.1%} of the work"
     )
 
