@@ -158,8 +158,8 @@ def _stage_line(stage: StagePlan) -> str:
     layers = stage.layers
     held = f"layers {layers.start} to {layers.stop - 1}" if layers else "no layer"
     return (
-        f"{stage.stage} on pipeline rank {stage.rank}: {held}, {_short(stage.num_parameters)} parameters, "
-        f"{stage.flops_share:.1%} of the work"
+        f"{stage.stage} on pipeline rank {stage.rank}: {held}, "
+        f"{_short(stage.num_parameters)} parameters, {stage.flops_share:.1%} of the work"
     )
 
 

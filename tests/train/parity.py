@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from datetime import timedelta
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from pith.train.step import StepResult, Trainer
 from tests.train.one_piece import Weights, Whole
 
 CPU = torch.device("cpu")
+PATIENCE = timedelta(seconds=60)
 SIZES = {
     "model_type": "qwen3_moe",
     "vocab_size": 261,  # divides by no number of ranks
@@ -116,7 +118,7 @@ def trainer_of(
     recipe: Recipe, *, routing: StepRouting | None = None, sgd: bool = False
 ) -> Iterator[Trainer]:
     """The trainer of this rank through the production code; its groups are closed at the end."""
-    world = World.joined(CPU)
+    world = World.joined(CPU, timeout=PATIENCE)
     model = build(recipe, world, headers=True)
     if sgd:
         masters = list(model.parameters.masters.values())

@@ -25,6 +25,7 @@ from pith.train.step import Trainer, sum_of_squares
 from tests.train.one_piece import Weights, initial, whole_batch
 from tests.train.parity import (
     CPU,
+    PATIENCE,
     Outcome,
     assert_near,
     joined,
@@ -55,7 +56,7 @@ def small(
 
 
 def trainer_of(recipe: Recipe) -> Trainer:
-    world = World.joined(CPU)
+    world = World.joined(CPU, timeout=PATIENCE)
     return Trainer(recipe, world, build(recipe, world, headers=True))
 
 
