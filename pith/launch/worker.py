@@ -38,6 +38,7 @@ def entry(train: Train, job: Job) -> Summary | None:
     try:
         failures.reserve(job.failures_dir, rank=rank)
         Progress(job.progress_path(rank)).set(0, "start")
+        await_peers(job, num_ranks=int(os.environ["LOCAL_WORLD_SIZE"]))
         _join_group(job)
         return _train(train, job)
     except BaseException as error:
@@ -53,6 +54,16 @@ def entry(train: Train, job: Job) -> Summary | None:
         sys.stderr.flush()
         # Neither the collectives nor the peers are waited for: the launcher ends them.
         os._exit(1)
+
+
+def await_peers(job: Job, *, num_ranks: int) -> None:
+    """Wait until every rank has been started; the launcher ends this one if another cannot be.
+
+    A fork copies the locks that other threads of the parent hold, and its store takes that of the
+    resolver for every rank that connects: a rank forked just then never finds its host.
+    """
+    while not all(job.progress_path(rank).exists() for rank in range(num_ranks)):
+        time.sleep(0.01)
 
 
 def join(train: Train, job: Job, *, make_folder: Callable[[], Path]) -> Summary | None:

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,9 @@ import pytest
 
 from pith.errors import RunFailedError
 from pith.launch import elastic
+from pith.launch.worker import await_peers
 from pith.run.job import Job
+from pith.run.progress import Progress
 
 LIMIT_S = 15.0
 TIMEOUT_S = 3.0  # of a collective among the ranks of which one is stopped
@@ -94,3 +97,18 @@ def test_a_signal_during_the_fork_of_a_rank_is_not_lost(
 
     assert forked
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_no_rank_connects_while_another_is_still_to_be_forked(tmp_path: Path) -> None:
+    job = Job("", "fake", str(tmp_path))
+    waiting = threading.Thread(
+        target=await_peers, args=(job,), kwargs={"num_ranks": 3}, daemon=True
+    )
+    for rank in (0, 2):
+        Progress(job.progress_path(rank)).set(0, "start")
+    waiting.start()
+    waiting.join(0.3)
+    assert waiting.is_alive(), "rank 1 has not been started"
+    Progress(job.progress_path(1)).set(0, "start")
+    waiting.join(5)
+    assert not waiting.is_alive()
