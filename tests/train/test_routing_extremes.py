@@ -9,7 +9,7 @@ from torch import Tensor
 
 from pith.train.optim import clip_coefficient
 from tests.train.one_piece import Weights, initial, whole_batch
-from tests.train.parity import Outcome, assert_near, assert_same_step, joined, random_batch, steps
+from tests.train.parity import Outcome, assert_same_step, joined, random_batch, steps
 from tests.train.test_parity import case
 
 # Which experts the tokens go to in turn, of four; on two ranks each rank holds two of them.
@@ -96,5 +96,3 @@ def test_overfull_and_empty_experts_train_as_in_one_process(run_ranks: Any, rank
         assert_same_step(shares, second, label=label)
         weights = joined([outcome.weights for outcome in shares])
         assert all(weight.isfinite().all() for weight in weights.values()), label
-        grads = joined([outcome.grads for outcome in shares])
-        assert_near(grads, second.grads, tolerance=1e-5, label=label)
