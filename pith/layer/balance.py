@@ -80,8 +80,8 @@ def attach_losses(
     terms = [loss * scale for loss, scale in scaled if scale != 0]
     if not terms:
         return weights_TK
-    ridden = _AttachLoss.apply(weights_TK, torch.stack(terms).sum())  # type: ignore[no-untyped-call]
-    return cast(Tensor, ridden)
+    loss = torch.stack(terms).sum()
+    return cast(Tensor, _AttachLoss.apply(weights_TK, loss))  # type: ignore[no-untyped-call]
 
 
 def _balanced_counts(counts_GE: Tensor, losses: RouterLosses, layer: int) -> Tensor:

@@ -52,8 +52,8 @@ class _Moving:
     def wait(self) -> Rows:
         if not (torch.is_grad_enabled() and any(x.requires_grad for x in self.rows)):
             return self.pending.wait()
-        moved = _Move.apply(self.pending, self.launch_backward, *self.rows)  # type: ignore[no-untyped-call]
-        return cast(Rows, moved)
+        inputs = (self.pending, self.launch_backward, *self.rows)
+        return cast(Rows, _Move.apply(*inputs))  # type: ignore[no-untyped-call]
 
 
 class _Move(torch.autograd.Function):

@@ -76,7 +76,7 @@ class RoutingMeter:
 class Trainer:
     """Takes steps. Holds no data order: the caller says which batch is next.
 
-    `routing` replaces what routers choose, for benchmarks and comparisons.
+    `routing` replaces what routers choose in training steps, for benchmarks and comparisons.
     """
 
     def __init__(
@@ -106,7 +106,9 @@ class Trainer:
         watch("gather")
         self._gather()
         losses = self._router_losses(counted_share=num_counted / num_labels)
-        micro_batches = self._micro_batches(batch, losses=losses, meter=meter)
+        micro_batches = self._micro_batches(
+            batch, losses=losses, meter=meter, routing=self.routing
+        )
         execution = model.training.run(micro_batches, watch=watch)
         watch("reduce")
         with model.stopwatch.running("reduce"):
@@ -138,7 +140,9 @@ class Trainer:
         """The **sum** of the token losses of a global batch, of which `batch` holds this rank's
         `rows`; weights untouched, equal on every rank."""
         self._gather()
-        micro_batches = self._micro_batches(batch, losses=RouterLosses(), meter=RoutingMeter())
+        micro_batches = self._micro_batches(
+            batch, losses=RouterLosses(), meter=RoutingMeter(), routing=None
+        )
         losses = self.model.evaluation.run(micro_batches).losses
         self.model.parameters.release()
         total = self.world.sum(torch.tensor([_sum_losses(losses)], dtype=torch.float64))
@@ -175,7 +179,12 @@ class Trainer:
             return summing(self.model.groups.along("replica", "shard", "cp", "ep"))(counts_E)
 
     def _micro_batches(
-        self, batch: Batch, *, losses: RouterLosses, meter: RoutingMeter
+        self,
+        batch: Batch,
+        *,
+        losses: RouterLosses,
+        meter: RoutingMeter,
+        routing: StepRouting | None,
     ) -> list[MicroBatch]:
         """Cut this rank's sequences into micro-batches."""
         size, device = self.recipe.training.micro_batch_size, self.world.device
@@ -186,8 +195,8 @@ class Trainer:
         micro_batches = []
         for start in range(0, len(tokens_NS), size):
             rows = slice(self.rows.start + start, self.rows.start + start + size)
-            routing = self.routing.at(rows) if self.routing is not None else None
-            context = Context(*angles, meter, losses, routing)
+            choices = routing.at(rows) if routing is not None else None
+            context = Context(*angles, meter, losses, choices)
             here = slice(start, start + size)
             micro_batches.append(MicroBatch(tokens_NS[here], labels_NS[here], context))
         return micro_batches

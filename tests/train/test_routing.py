@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pith.train.routing import Balanced, Recorder, Replay, far_apart, merge
 from tests.train.parity import SIZES as MODEL
-from tests.train.parity import random_batch, recipe, steps
+from tests.train.parity import random_batch, recipe, steps, trainer_of
 
 NUM_SEQUENCES, LENGTH, TOP_K = 6, 5, 3
 
@@ -168,3 +168,17 @@ def test_balanced_routing_gives_every_expert_the_same_load_in_a_step_of_any_layo
             assert [list(row) for row in balanced] == even
             assert [sum(row) for row in learned] == [sum(row) for row in even]
             assert [list(row) for row in learned] != even, "routers should choose unevenly here"
+
+
+def evaluations() -> list[float]:
+    """The loss of one batch without replaced routing, and with it."""
+    totals = []
+    for routing in (None, Balanced(4)):
+        with trainer_of(recipe(**LAYOUTS[0]), routing=routing) as trainer:
+            totals.append(trainer.evaluate(random_batch(16)))
+    return totals
+
+
+def test_evaluation_goes_where_the_routers_say(run_ranks: Any) -> None:
+    [[learned, balanced]] = run_ranks(1, evaluations)
+    assert balanced == learned
