@@ -52,12 +52,15 @@ def show_command(
     name: Annotated[str, typer.Argument(metavar="NAME", help="A shipped recipe, or a path.")],
     *,
     overrides: Set = None,
+    nproc: Annotated[
+        int | None, typer.Option(min=1, help="Ranks that it is checked for; by default the fewest.")
+    ] = None,
     json: Json = False,
     out: Out = None,
 ) -> None:
     """Show a recipe as resolved: every value, defaults and model fields included."""
     check_out(out)
-    recipe = Recipe.load(name, overrides or ())
+    recipe = Recipe.load(name, overrides or (), nproc)
     text = recipe.to_toml()
     data = {"recipe": recipe.name, "digest": recipe.digest(), "values": tomllib.loads(text)}
     emit(Report("recipe show", data=data), json=json, out=out, text=text.rstrip())

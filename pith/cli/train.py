@@ -49,7 +49,7 @@ def train_command(
         list[str] | None, typer.Option("--set", metavar="A.B=C", help="Change a value; repeatable.")
     ] = None,
     nproc: Annotated[
-        int | None, typer.Option(min=1, help="Ranks to start; by default pp * cp * ep.")
+        int | None, typer.Option(min=1, help="Ranks to start; by default pp * cp * ep * dp_shard.")
     ] = None,
     only_plan: Annotated[
         bool, typer.Option("--dry-run", help="Print the plan and start nothing.")
@@ -159,10 +159,11 @@ def _report(summary: Mapping[str, Any]) -> Report:
 
 
 def _next_steps(summary: Mapping[str, Any]) -> tuple[str, ...]:
+    ranks = f" --nproc {summary['world_size']}" if summary["layout"]["dp"] > 1 else ""
     longer = f"--set training.steps={2 * summary['steps']}"
     return (
-        f"pith recipe show {summary['run_dir']}/config.toml",
-        f"pith train {summary['run_dir']}/config.toml {longer}",
+        f"pith recipe show {summary['run_dir']}/config.toml{ranks}",
+        f"pith train {summary['run_dir']}/config.toml{ranks} {longer}",
     )
 
 

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from pith.comm.exchange import Pending, Route, Rows
 from pith.comm.packing import Flying, pack
+from pith.comm.renamed import all_gather_rows
 from pith.ops.precision import wide
 
 
@@ -29,7 +30,7 @@ class _Everywhere:
         """[T, ...] on each rank -> [R, ...] in the order of the ranks."""
         sent = pack(rows)
         landing = sent.new_empty(self.group.size() * len(sent), *sent.shape[1:])
-        work = dist.all_gather_into_tensor(landing, sent, group=self.group, async_op=True)
+        work = all_gather_rows(landing, sent, group=self.group, async_op=True)
         return Flying(work, sent, landing, rows)
 
     def reduce_tokens(self, *rows: Tensor) -> Pending[Rows]:

@@ -18,6 +18,7 @@ class Groups:
 
     mesh: Mesh
     world: World
+    _sealed: bool = False
     _by_ranks: dict[tuple[tuple[int, ...], ...], dist.ProcessGroup] = field(default_factory=dict)
     _others: list[dist.ProcessGroup] = field(default_factory=list)
 
@@ -25,6 +26,7 @@ class Groups:
         """This rank's group of those whose members differ on `axes` alone."""
         partition = self.mesh.partition(*axes)
         if partition not in self._by_ranks:
+            assert not self._sealed, f"the group along {axes} should have been opened before"
             self._by_ranks[partition] = self.world.partition(partition)
         return self._by_ranks[partition]
 
@@ -45,6 +47,10 @@ class Groups:
             found |= open_channels(pairs, pipeline=pipeline, world=self.world)
         self._others += found.values()
         return found
+
+    def seal(self) -> None:
+        """No group is opened from here on: in the middle of a step some ranks would not come."""
+        self._sealed = True
 
     def close(self) -> None:
         """Let go of all groups."""

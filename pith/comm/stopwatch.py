@@ -19,7 +19,7 @@ class Stopwatch:
     """Host seconds by phase of communication, launching and waiting, since the last `lap`.
 
     Over gloo that is the time lost to communication; NCCL runs on the device while the host goes
-    on, and there the figures say little. `notice` is called with a phase before it is launched.
+    on, and there the figures say little. `notice` is called with a phase before it begins.
     """
 
     def __init__(self) -> None:
@@ -40,6 +40,12 @@ class Stopwatch:
         finally:
             spent = time.perf_counter() - start
             self._seconds[phase] = self._seconds.get(phase, 0.0) + spent
+
+    def call(self, phase: str, function: Callable[[], T]) -> T:
+        """Do with `function` all of a communication, its waiting too."""
+        self.notice(phase)
+        with self.running(phase):
+            return function()
 
     def launch(self, phase: str, start: Callable[[], Pending[T]]) -> Pending[T]:
         """Launch a communication with `start`; its wait counts to `phase` too."""

@@ -36,6 +36,7 @@ from pith.schedule.table import Table
 
 # A token with k of E experts needs nearly every one of few ranks; then counts are not worth it.
 MOST_RANKS_FOR_COLLECTIVES = 4
+ITEM_BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
 
 
 class Recipe(Section):
@@ -71,21 +72,27 @@ class Recipe(Section):
         """The shipped recipe of that name, or the file (or its folder) at that path.
 
         `overrides` are "section.key=value" with a TOML value or a bare word. `world_size` checks
-        the layout against so many ranks; without it dp is 1. Raises RequestError with all faults.
+        the layout against so many ranks; without it against the fewest, where dp is dp_shard or 1.
+        Raises RequestError with all faults.
         """
         raw, folder = read(str(name_or_path))
         faults = (*override(raw, overrides), *resolve_model(raw, folder), *refuse_boundless(raw))
         return _validated(raw, world_size=world_size, faults=faults)
 
     @classmethod
-    def parse(cls, text: str) -> "Recipe":
-        """The recipe that `to_toml` wrote. Raises RequestError with all faults."""
-        return _validated(tomllib.loads(text), world_size=None, faults=())
+    def parse(cls, text: str, world_size: int | None = None) -> "Recipe":
+        """The recipe that `to_toml` wrote, checked as by `load`."""
+        return _validated(tomllib.loads(text), world_size=world_size, faults=())
 
     @property
     def architecture(self) -> Architecture:
         """The model as facts."""
         return arch.from_config(self.model.fields or {})
+
+    @property
+    def sizes(self) -> ops.Sizes:
+        """What decides which operators serve."""
+        return _sizes(self.architecture, self.training.precision)
 
     @property
     def schedule_name(self) -> str:
@@ -101,24 +108,30 @@ class Recipe(Section):
 
     @property
     def exchange_name(self) -> str:
-        """How tokens reach their experts, "auto" resolved."""
+        """How tokens reach their experts, "auto" resolved; on one expert rank they stay."""
+        if self.parallel.ep == 1:
+            return "local"
         if self.parallel.exchange != "auto":
             return self.parallel.exchange
         return "collectives" if self.parallel.ep <= MOST_RANKS_FOR_COLLECTIVES else "splits"
 
     def mesh(self, world_size: int | None = None) -> Mesh:
-        """The mesh of `world_size` ranks (pp * cp * ep without it)."""
+        """The mesh of `world_size` ranks (pp * cp * ep * dp_shard without it)."""
         axes = self.parallel
-        world_size = axes.pp * axes.cp * axes.ep if world_size is None else world_size
+        if world_size is None:
+            world_size = axes.pp * axes.cp * axes.ep * (axes.dp_shard or 1)
         return Mesh.of_world(world_size, pp=axes.pp, cp=axes.cp, ep=axes.ep, dp_shard=axes.dp_shard)
 
     def batch(self, world_size: int | None = None) -> Batch:
         """The batch arithmetic of one step."""
-        mesh, training = self.mesh(world_size), self.training
+        return self._batch(self.mesh(world_size).num_data_ranks)
+
+    def _batch(self, data_ranks: int) -> Batch:
+        training = self.training
         return plan_batch(
             global_batch_size=training.global_batch_size,
             micro_batch_size=training.micro_batch_size,
-            data_ranks=mesh.num_data_ranks,
+            data_ranks=data_ranks,
             sequence_length=training.sequence_length,
         )
 
@@ -196,7 +209,15 @@ def _relations(recipe: Recipe, world_size: int | None, unread: frozenset[str]) -
 
     own = _layout_relations(recipe, world_size, readable)
     with_model = () if model is None else _model_relations(recipe, model, readable)
-    return (*faults, *own, *with_model, *ops.examine(recipe.operators))
+    sizes = None if model is None else _sizes(model, recipe.training.precision)
+    return (*faults, *own, *with_model, *ops.examine(recipe.operators, sizes))
+
+
+def _sizes(model: Architecture, precision: str) -> ops.Sizes:
+    item_bytes = ITEM_BYTES[precision]
+    if model.num_experts == 0:
+        return ops.Sizes(item_bytes)
+    return ops.Sizes(item_bytes, (model.hidden_size, model.moe_intermediate_size))
 
 
 def _examine_model(
@@ -217,12 +238,12 @@ def _layout_relations(
 ) -> Iterator[Fault]:
     optimizer, data = recipe.optimizer, recipe.data
     if readable("parallel.pp", "parallel.cp", "parallel.ep", "parallel.dp_shard"):
-        faults = _faults_of(lambda: recipe.mesh(world_size))
+        data_ranks, faults = _data_ranks(recipe, world_size)
         yield from faults
-        if not faults and readable("training.global_batch_size", "training.micro_batch_size"):
-            faults = _faults_of(lambda: recipe.batch(world_size))
-            yield from faults
-            if not faults and readable("parallel.schedule"):
+        if readable("training.global_batch_size", "training.micro_batch_size"):
+            batch_faults = _faults_of(lambda: recipe._batch(data_ranks))
+            yield from batch_faults
+            if not (faults or batch_faults) and readable("parallel.schedule"):
                 yield from limits.table_size(
                     recipe.schedule_name, pp=recipe.parallel.pp, batch=recipe.batch(world_size)
                 )
@@ -241,6 +262,16 @@ def _layout_relations(
     ):
         wanted = "0 where data.validation holds nothing out"
         yield Fault("validation.every", str(recipe.validation.every), wanted, ("0",))
+
+
+def _data_ranks(recipe: Recipe, world_size: int | None) -> tuple[int, tuple[Fault, ...]]:
+    """Data ranks of the mesh; where it is not whole, a number that surely divides them."""
+    faults = _faults_of(lambda: recipe.mesh(world_size))
+    if not faults:
+        return recipe.mesh(world_size).num_data_ranks, ()
+    axes = recipe.parallel
+    dp, rest = divmod(world_size or 0, axes.pp * axes.cp * axes.ep)
+    return axes.ep * (dp if dp and not rest else 1), faults
 
 
 def _model_relations(

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.functional import pad
 
 from pith.comm.groups import Groups
+from pith.comm.renamed import all_gather_rows, reduce_scatter_rows
 from pith.engine.weight_grads import WeightGrads
 from pith.layer.protocol import Stage
 from pith.plan.mesh import Axis
@@ -171,6 +172,11 @@ class Parameters:
             self.masters[name].grad = grad
         return grads
 
+    def are_gradients_finite(self) -> bool:
+        """Whether this rank's main gradients are finite: its own, before they are summed."""
+        mains = (self._weights.main_grad(held) for held in self._gathered.values())
+        return all(bool(main.isfinite().all()) for main in mains)
+
     def release(self) -> None:
         """Let go of whole weights and of gradients."""
         for unit in self._units:
@@ -192,7 +198,7 @@ class Parameters:
         padded = master.new_zeros(each, *master.shape[1:])
         padded[: len(master)] = master
         whole = master.new_empty(each * shard.size(), *master.shape[1:])
-        dist.all_gather_into_tensor(whole, padded, group=shard)
+        all_gather_rows(whole, padded, group=shard)
         return whole[:num_rows]
 
     def _is_in_place(self, name: str, parameter: Tensor) -> bool:
@@ -285,7 +291,7 @@ def _sum_shards(mains: Mapping[str, Tensor], spread: Spread) -> dict[str, Tensor
     summed = packed[0]
     if size > 1:
         summed = torch.empty_like(summed)
-        dist.reduce_scatter_tensor(summed, packed.flatten(), group=spread.shard)
+        reduce_scatter_rows(summed, packed.flatten(), group=spread.shard)
     if spread.replica is not None:
         dist.all_reduce(summed, group=spread.replica)
     pieces = torch.split(summed, [cut.shape[1] for cut in by_rank])

@@ -18,9 +18,8 @@ def dispatch(routed: Routed, parts: Parts) -> Pending[Received]:
     """Launch the exchange of tokens, expert ids and weights of a layer with experts."""
     assert routed.ids_TK is not None, "a layer without experts has nothing to dispatch"
     assert routed.weights_TK is not None, "expert ids come with weights"
-    with parts.stopwatch.running("dispatch"):
-        route = parts.exchange.route(routed.ids_TK)
-    rows = (routed.tokens_TD, routed.weights_TK, routed.ids_TK)
+    ids_TK, rows = routed.ids_TK, (routed.tokens_TD, routed.weights_TK, routed.ids_TK)
+    route = parts.stopwatch.call("route", lambda: parts.exchange.route(ids_TK))
     moving = move(rows, "dispatch", route.gather_tokens, route.reduce_tokens, parts)
     return _Arriving(moving, route, parts)
 

@@ -37,6 +37,24 @@ _LIBRARY_ON: Mapping[str, tuple[str, ...]] = MappingProxyType(
 
 
 @dataclass(frozen=True, slots=True)
+class Sizes:
+    """What of a model decides whether a library kernel serves it."""
+
+    item_bytes: int  # of an element in the compute type
+    expert_widths: tuple[int, ...] = ()  # D and F of the experts' products
+
+    def fit(self, operator: str) -> bool:
+        """Whether the library kernel of `operator` takes these sizes.
+
+        The grouped product takes no float64, and rows of whole 16 bytes only.
+        """
+        if operator != "grouped_linear":
+            return True
+        rows = (width * self.item_bytes for width in self.expert_widths)
+        return self.item_bytes <= 4 and all(row % 16 == 0 for row in rows)
+
+
+@dataclass(frozen=True, slots=True)
 class Operators:
     """One implementation of every operator. Signatures are those of the reference functions."""
 
@@ -71,12 +89,17 @@ def implementations(operator: str) -> tuple[str, ...]:
     return (REFERENCE, LIBRARY) if operator in _LIBRARY_ON else (REFERENCE,)
 
 
-def choose(device_type: str, overrides: Mapping[str, str] = MappingProxyType({})) -> Operators:
+def choose(
+    device_type: str,
+    overrides: Mapping[str, str] = MappingProxyType({}),
+    sizes: Sizes | None = None,
+) -> Operators:
     """The operators for "cpu" or "cuda"; `overrides` names implementations by operator.
 
-    Raises RequestError listing every unknown operator or implementation with the valid names.
+    A library kernel that does not serve `sizes` is not taken. Raises RequestError listing every
+    unknown operator or implementation, or one that does not serve, with the valid names.
     """
-    faults = examine(overrides)
+    faults = examine(overrides, sizes)
     if faults:
         raise RequestError(
             "operators.unknown",
@@ -84,7 +107,8 @@ def choose(device_type: str, overrides: Mapping[str, str] = MappingProxyType({})
             next_step="choose among the named implementations",
             faults=faults,
         )
-    chosen = {name: _default(name, device_type) for name in operator_names()} | dict(overrides)
+    defaults = {name: _default(name, device_type, sizes) for name in operator_names()}
+    chosen = defaults | dict(overrides)
     return Operators(
         **{
             operator: getattr(import_module(f"pith.ops.{operator}.{name}"), operator)
@@ -93,19 +117,23 @@ def choose(device_type: str, overrides: Mapping[str, str] = MappingProxyType({})
     )
 
 
-def examine(overrides: Mapping[str, str]) -> tuple[Fault, ...]:
+def examine(overrides: Mapping[str, str], sizes: Sizes | None = None) -> tuple[Fault, ...]:
     """What is wrong with implementations chosen by operator name."""
-    return tuple(fault for item in overrides.items() for fault in _faults(*item))
+    return tuple(fault for item in overrides.items() for fault in _faults(*item, sizes))
 
 
-def _default(operator: str, device_type: str) -> str:
-    return LIBRARY if device_type in _LIBRARY_ON.get(operator, ()) else REFERENCE
+def _default(operator: str, device_type: str, sizes: Sizes | None) -> str:
+    fits = sizes is None or sizes.fit(operator)
+    return LIBRARY if fits and device_type in _LIBRARY_ON.get(operator, ()) else REFERENCE
 
 
-def _faults(operator: str, implementation: str) -> tuple[Fault, ...]:
+def _faults(operator: str, implementation: str, sizes: Sizes | None) -> tuple[Fault, ...]:
     if operator not in operator_names():
         return (Fault("operators", repr(operator), "an operator", operator_names()),)
     valid = implementations(operator)
     if implementation not in valid:
         return (Fault(f"operators.{operator}", repr(implementation), "its implementation", valid),)
+    if implementation == LIBRARY and sizes is not None and not sizes.fit(operator):
+        wanted = "reference: this kernel takes no float64, and widths of whole 16 bytes only"
+        return (Fault(f"operators.{operator}", repr(implementation), wanted, (REFERENCE,)),)
     return ()

@@ -51,12 +51,14 @@ class InjectedFault:
         "gather",
         "forward",
         "backward",
+        "route",
         "dispatch",
         "combine",
         "combine-backward",
         "dispatch-backward",
         "reduce",
         "optimizer",
+        "validation",
     )
 
     @classmethod

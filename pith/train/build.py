@@ -27,7 +27,7 @@ from pith.layer.protocol import Parts, Stage
 from pith.models.qwen3 import Qwen3Stage
 from pith.ops import Operators, choose
 from pith.ops.precision import wide
-from pith.plan.mesh import Mesh
+from pith.plan.mesh import Axis, Mesh
 from pith.schedule.lower import channels
 from pith.schedule.passes import forward_only
 from pith.schedule.table import Table
@@ -35,6 +35,7 @@ from pith.schedule.verify import check
 from pith.train.initial import fill
 from pith.train.optim import build_optimizer
 
+DATA_AXES: tuple[Axis, ...] = ("replica", "shard", "cp", "ep")  # of ranks with the same stages
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -69,7 +70,7 @@ def build(recipe: Recipe, world: World, *, headers: bool = False) -> Model:
     check(table)
     world.agree("schedule", table.digest())
     groups = Groups(recipe.mesh(world.size), world)
-    operators = choose(world.device.type, recipe.operators)
+    operators = choose(world.device.type, recipe.operators, recipe.sizes)
     weights, stopwatch = WeightGrads(), Stopwatch()
     parts = _parts(recipe, groups, operators=operators, weights=weights, stopwatch=stopwatch)
     rank = groups.mesh.coordinates(world.rank).pp
@@ -87,6 +88,8 @@ def build(recipe: Recipe, world: World, *, headers: bool = False) -> Model:
     specs = {spec.name: spec for spec in recipe.architecture.parameters()}
     _initialise(parameters, specs, seed=recipe.training.seed)
     transport = _connect(recipe, table, groups, headers=headers)
+    groups.along(*DATA_AXES)
+    groups.seal()
 
     def executor(plan: Table) -> Executor:
         return Executor(
@@ -156,12 +159,14 @@ def _parts(
 
 
 def _exchange(name: str, groups: Groups, *, num_experts: int) -> Exchange:
-    if groups.mesh.ep == 1:
-        return LocalExchange()
-    group = groups.along("ep")
-    if name == "collectives":
-        return CollectiveExchange(group)
-    return SplitExchange(group, num_experts=num_experts)
+    match name:
+        case "local":
+            return LocalExchange()
+        case "collectives":
+            return CollectiveExchange(groups.along("ep"))
+        case "splits":
+            return SplitExchange(groups.along("ep"), num_experts=num_experts)
+    raise AssertionError(name)
 
 
 def _build_stages(recipe: Recipe, table: Table, rank: int, *, parts: Parts) -> dict[int, Stage]:

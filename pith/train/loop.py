@@ -41,10 +41,10 @@ def run(job: Job) -> Summary | None:
     Returns the summary on rank 0, None elsewhere. Raises RequestError for a corpus that does not
     serve, RunFailedError when the run goes wrong.
     """
-    recipe = Recipe.parse(job.recipe_toml)
     world = World.joined(
         _device(job), backend=job.backend, timeout=timedelta(seconds=job.timeout_s)
     )
+    recipe = Recipe.parse(job.recipe_toml, world.size)
     if recipe.training.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS asks for it
     torch.use_deterministic_algorithms(recipe.training.deterministic)
@@ -58,7 +58,9 @@ def run(job: Job) -> Summary | None:
         log = stack.enter_context(Log(job, recipe, world))
         stream = loader.stream(0, recipe.training.steps, rows=trainer.rows)
         batches = stack.enter_context(stream)
-        _train(job, trainer, log, loader, iter(batches))
+        here = _Whereabouts(job, trainer)
+        _train(here, trainer, log, loader, iter(batches))
+        here.begin_slot("validation")
         validation = _validate(trainer, loader, log)
         return _finish(job, trainer, log, validation)
 
@@ -155,9 +157,10 @@ class Log:
         }
 
 
-def _train(job: Job, trainer: Trainer, log: Log, loader: Loader, batches: Iterator[Batch]) -> None:
+def _train(
+    here: "_Whereabouts", trainer: Trainer, log: Log, loader: Loader, batches: Iterator[Batch]
+) -> None:
     training = trainer.recipe.training
-    here = _Whereabouts(job, trainer)
     every = trainer.recipe.validation.every
     num_skips = 0
     for index in range(training.steps):
@@ -170,13 +173,14 @@ def _train(job: Job, trainer: Trainer, log: Log, loader: Loader, batches: Iterat
         _synchronise(trainer.world.device)
         log.step(index, result, time.perf_counter() - start)
         if index == 0:
-            write_trace(folder_of(job).trace, trainer.world.rank, [" ".join(result.slots)])
+            write_trace(here.trace, trainer.world.rank, [" ".join(result.slots)])
         if result.num_counted == 0:
             log.event("nothing_counted", f"step {index + 1}: no label counts", step=index + 1)
         num_skips = 0 if result.updated else num_skips + 1
         if not result.updated:
             _report_non_finite(log, index, result, num_skips, trainer.recipe)
         if every and (index + 1) % every == 0 and index + 1 < training.steps:
+            here.begin_slot("validation")
             _validate(trainer, loader, log)
 
 
@@ -187,6 +191,7 @@ class _Whereabouts:
         self._progress = Progress(job.progress_path(trainer.world.rank))
         self._site = FaultSite(job.fault, rank=trainer.world.rank)
         self._step = 0
+        self.trace = folder_of(job).trace
         trainer.model.stopwatch.notice = self._begin_exchange
 
     def begin(self, step: int) -> None:

@@ -16,7 +16,7 @@ from pith.engine.chunk import MicroBatch
 from pith.engine.executor import Watch
 from pith.layer.balance import StepLoad
 from pith.layer.protocol import Context, RouterLosses
-from pith.train.build import Model
+from pith.train.build import DATA_AXES, Model
 from pith.train.learning_rate import learning_rate
 from pith.train.optim import clip_coefficient, set_learning_rate
 from pith.train.routing import StepRouting
@@ -44,8 +44,10 @@ class StepResult:
 
 # Phases of communication in the order in which their times are summed over ranks.
 PHASES = (
+    "start",
     "gather",
     "pipeline",
+    "route",
     "dispatch",
     "combine",
     "combine-backward",
@@ -102,23 +104,25 @@ class Trainer:
         before it starts.
         """
         model, meter = self.model, RoutingMeter()
+        model.stopwatch.lap()  # an evaluation may have gone before
         num_counted, num_labels = self._count(batch)
         watch("gather")
         self._gather()
         losses = self._router_losses(counted_share=num_counted / num_labels)
-        micro_batches = self._micro_batches(
-            batch, losses=losses, meter=meter, routing=self.routing
-        )
+        micro_batches = self._micro_batches(batch, losses=losses, meter=meter, routing=self.routing)
         execution = model.training.run(micro_batches, watch=watch)
         watch("reduce")
         with model.stopwatch.running("reduce"):
             grads = model.parameters.reduce(scale=1.0 / max(1, num_counted))
         squares = sum_of_squares([grads[name] for name in sorted(model.parameters.counted)])
-        totals = self._totals(_sum_losses(execution.losses), squares, meter)
+        loss = _sum_losses(execution.losses)
+        totals = self._totals(loss, squares, meter)
         grad_norm = math.sqrt(totals.squares) if totals.squares >= 0 else math.nan
+        is_finite = math.isfinite(totals.loss) and math.isfinite(totals.squares)
+        faulty_ranks = () if is_finite else self._faulty_ranks(loss)
         lr = self._learning_rate(index)
         watch("optimizer")
-        if not totals.faulty_ranks:
+        if is_finite:
             self._update(grads, grad_norm, lr)
         model.parameters.release()
         return StepResult(
@@ -128,8 +132,8 @@ class Trainer:
             grad_norm=grad_norm,
             lr=lr,
             num_counted=num_counted,
-            updated=not totals.faulty_ranks,
-            faulty_ranks=totals.faulty_ranks,
+            updated=is_finite,
+            faulty_ranks=faulty_ranks,
             load_LE=totals.load_LE,
             memory_bytes=totals.memory_bytes,
             communication_seconds=totals.communication_seconds,
@@ -153,7 +157,8 @@ class Trainer:
         pp, _, cp, _ = self.model.mesh.coordinates(self.world.rank)
         reads_for_all = pp == cp == 0  # its pipeline and context peers read the same
         mine = [batch.num_counted, batch.labels_NS.size] if reads_for_all else [0, 0]
-        num_counted, num_labels = self.world.sum(torch.tensor(mine)).tolist()
+        with self.model.stopwatch.running("start"):
+            num_counted, num_labels = self.world.sum(torch.tensor(mine)).tolist()
         return num_counted, num_labels
 
     def _gather(self) -> None:
@@ -176,7 +181,7 @@ class Trainer:
 
     def _sum_over_data_ranks(self, counts_E: Tensor) -> Tensor:
         with self.model.stopwatch.running("balance"):
-            return summing(self.model.groups.along("replica", "shard", "cp", "ep"))(counts_E)
+            return summing(self.model.groups.along(*DATA_AXES))(counts_E)
 
     def _micro_batches(
         self,
@@ -222,6 +227,18 @@ class Trainer:
         set_learning_rate(self.model.optimizer, lr)
         self.model.optimizer.step()
 
+    def _faulty_ranks(self, loss: float) -> tuple[int, ...]:
+        """The ranks whose own loss or gradients, before any sum over ranks, are not finite.
+
+        All of them where only a sum overflowed.
+        """
+        world = self.world
+        is_sound = math.isfinite(loss) and self.model.parameters.are_gradients_finite()
+        faulty = torch.zeros(world.size, dtype=torch.int64)
+        faulty[world.rank] = 0 if is_sound else 1
+        found = world.sum(faulty).nonzero().flatten().tolist()
+        return tuple(found or range(world.size))
+
     def _totals(self, loss: float, squares: float, meter: RoutingMeter) -> "_Totals":
         """Sum what each rank knows over all ranks, in one collective."""
         arch, world = self.model.architecture, self.world
@@ -229,29 +246,23 @@ class Trainer:
         for layer, load_E in meter.loads.items():
             load_LE[layer] = load_E.to("cpu", torch.float64)
         balance, z = _sum_pairs(meter.losses.values())
-        by_rank = torch.zeros(world.size, 2, dtype=torch.float64)
-        finite = math.isfinite(loss) and math.isfinite(squares)
-        by_rank[world.rank, 0] = 0.0 if finite else 1.0
-        by_rank[world.rank, 1] = peak_memory_bytes(world.device)
+        memory = torch.zeros(world.size, dtype=torch.float64)
+        memory[world.rank] = peak_memory_bytes(world.device)
         seconds = self.model.stopwatch.lap()
         spent = [seconds.get(phase, 0.0) for phase in PHASES]
         mine = torch.tensor(
             [loss, squares, balance, z, meter.num_records, *spent], dtype=torch.float64
         )
-        summed = world.sum(torch.cat([mine, by_rank.flatten(), load_LE.flatten()]))
-        sums, by_rank_flat, loads = torch.split(
-            summed, [len(mine), by_rank.numel(), load_LE.numel()]
-        )
+        summed = world.sum(torch.cat([mine, memory, load_LE.flatten()]))
+        sums, memory, loads = torch.split(summed, [len(mine), len(memory), load_LE.numel()])
         num_records = int(sums[4])
-        by_rank = by_rank_flat.view_as(by_rank)
         means = [total / num_records for total in sums[2:4].tolist()] if num_records else [None] * 2
         return _Totals(
             loss=float(sums[0]),
             squares=float(sums[1]),
             balance=means[0],
             z=means[1],
-            faulty_ranks=tuple(by_rank[:, 0].nonzero().flatten().tolist()),
-            memory_bytes=int(by_rank[:, 1].max()),
+            memory_bytes=int(memory.max()),
             communication_seconds={
                 phase: total / world.size
                 for phase, total in zip(PHASES, sums[5:].tolist(), strict=True)
@@ -266,7 +277,6 @@ class _Totals:
     squares: float
     balance: float | None
     z: float | None
-    faulty_ranks: tuple[int, ...]
     memory_bytes: int
     communication_seconds: dict[str, float]
     load_LE: tuple[tuple[int, ...], ...]

@@ -4,7 +4,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pith.arch.parameter import Role
-from pith.train.build import Model
+from pith.comm.renamed import all_gather_rows
+from pith.train.build import DATA_AXES, Model
 
 
 def whole_weights(model: Model, rank: int) -> dict[str, Tensor]:
@@ -14,7 +15,7 @@ def whole_weights(model: Model, rank: int) -> dict[str, Tensor]:
     calls this.
     """
     roles = {spec.name: spec.role for spec in model.architecture.parameters()}
-    first_copy = model.mesh.peers(rank, "replica", "shard", "cp", "ep")[0]
+    first_copy = model.mesh.peers(rank, *DATA_AXES)[0]
     whole = {}
     for name in sorted(model.parameters.counted):
         tensor = model.parameters.whole(name)
@@ -29,5 +30,5 @@ def _joined(experts_eFD: Tensor, group: dist.ProcessGroup) -> Tensor:
     """The stacks of all ranks of `group`, one after another: [e, F, D] -> [E, F, D]."""
     num_local, *rest = experts_eFD.shape
     all_EFD = experts_eFD.new_empty(group.size() * num_local, *rest)
-    dist.all_gather_into_tensor(all_EFD, experts_eFD.contiguous(), group=group)
+    all_gather_rows(all_EFD, experts_eFD.contiguous(), group=group)
     return all_EFD

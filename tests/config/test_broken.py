@@ -85,6 +85,33 @@ def test_data_ranks_of_the_world_enter_the_batch_check():
     assert set(faults_of(SOUND, world_size=6)) == {"training.global_batch_size"}
 
 
+def test_a_share_of_data_ranks_is_judged_beside_the_batch():
+    both = ("parallel.dp_shard=3", "training.global_batch_size=15")
+    assert set(faults_of(SOUND, *both, world_size=8)) == {
+        "parallel.dp_shard",
+        "training.global_batch_size",
+    }
+    assert set(faults_of(SOUND, *both, world_size=7)) == {
+        "world_size",
+        "training.global_batch_size",
+    }
+
+
+def test_without_a_world_there_are_as_many_data_ranks_as_share_the_weights():
+    recipe = Recipe.load(SOUND, ["parallel.dp_shard=2"])
+    assert recipe.mesh().dp == 2
+    assert Recipe.parse(recipe.to_toml(), 8) == recipe
+    assert set(faults_of(SOUND, "parallel.dp_shard=2", world_size=2)) == {"parallel.dp_shard"}
+
+
+@pytest.mark.parametrize("change", ["training.precision=float64", "model.fields.hidden_size=30"])
+def test_a_library_kernel_is_refused_for_sizes_that_it_does_not_take(change):
+    library = "operators.grouped_linear=library"
+    assert Recipe.load("tiny-moe", [library]).operators == {"grouped_linear": "library"}
+    fault = faults_of("tiny-moe", library, change)["operators.grouped_linear"]
+    assert fault.nearest == ("reference",)
+
+
 @pytest.mark.parametrize("text", ["steps", "=3", ".=3", "training..steps=3"])
 def test_an_override_that_is_none_is_refused(text):
     assert "--set" in faults_of(SOUND, text)

@@ -17,6 +17,7 @@ from pith.arch.qwen3 import Qwen3
 from pith.comm.exchange import LocalExchange
 from pith.comm.groups import Groups
 from pith.comm.world import World
+from pith.engine import shard
 from pith.engine.chunk import MicroBatch, backward_chunk, drain, forward_chunk
 from pith.engine.segment import Tape
 from pith.engine.shard import EMBEDDING, HEAD, Parameters, Spread, Tied
@@ -195,7 +196,10 @@ def check_two_steps(case: Case) -> None:
         assert objects in (None, now), "the sink knows parameters by their objects"
         objects = now
         add_to_main_gradients(rank, step)
-        with spied("reduce_scatter_tensor") as scatter, spied("all_reduce") as all_reduce:
+        with (
+            spied(shard, "reduce_scatter_rows") as scatter,
+            spied(dist, "all_reduce") as all_reduce,
+        ):
             grads = parameters.reduce(scale=0.25)
         assert scatter.call_count + all_reduce.call_count == num_collectives(rank)
         total = whole_gradients(case, step)
@@ -210,8 +214,8 @@ def check_two_steps(case: Case) -> None:
     rank.groups.close()
 
 
-def spied(name: str) -> Any:
-    return mock.patch.object(dist, name, wraps=getattr(dist, name))
+def spied(where: Any, name: str) -> Any:
+    return mock.patch.object(where, name, wraps=getattr(where, name))
 
 
 def num_collectives(rank: Rank) -> int:

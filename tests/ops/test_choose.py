@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from pith.errors import RequestError
-from pith.ops import choose, implementations, operator_names
+from pith.ops import Sizes, choose, implementations, operator_names
 
 
 def test_importing_the_room_imports_no_torch() -> None:
@@ -26,6 +26,13 @@ def test_cuda_takes_library_kernels_and_cpu_the_loop_over_experts() -> None:
     assert choose("cuda").names()["grouped_linear"] == "library"
     assert choose("cuda", {"grouped_linear": "reference"}).names()["grouped_linear"] == "reference"
     assert choose("cpu").names()["grouped_linear"] == "reference"
+
+
+def test_a_library_kernel_is_no_default_for_sizes_that_it_does_not_take() -> None:
+    for sizes, taken in ((Sizes(2, (64, 8)), True), (Sizes(2, (64, 4)), False), (Sizes(8), False)):
+        names = choose("cuda", {}, sizes).names()
+        assert names["grouped_linear"] == ("library" if taken else "reference")
+        assert names["linear"] == "library"
 
 
 def test_all_unknown_names_are_refused_at_once_with_the_valid_ones() -> None:

@@ -76,6 +76,7 @@ STRIKES = [
     ("combine", 1, SPLITS),
     ("combine-backward", 3, SPLITS),
     ("dispatch-backward", 0, SPLITS),
+    ("route", 2, SPLITS),
     ("reduce", 1, SPLITS),
 ]
 
@@ -89,7 +90,12 @@ def phase_slots(recipe: Recipe, rank: int) -> dict[str, str]:
         for kinds in ("F", "BI")
     )
     ways_back = ("combine-backward", "dispatch-backward")
-    return {"dispatch": forward, "combine": forward, **dict.fromkeys(ways_back, backward)}
+    return {
+        "route": forward,
+        "dispatch": forward,
+        "combine": forward,
+        **dict.fromkeys(ways_back, backward),
+    }
 
 
 @pytest.mark.parametrize(("site", "rank", "settings"), STRIKES)
@@ -108,6 +114,14 @@ def test_a_rank_killed_while_ranks_exchange_tokens_or_weights_ends_the_run_in_on
     where = f"at step 2, slot {phases.get(site, site)};"
     assert line.startswith(f"error: rank {rank} was killed by SIGKILL {where}")
     assert json.loads(run.stdout)["error"]["code"] == "run.rank-lost"
+
+
+def test_a_rank_killed_in_validation_is_said_to_be_there(command: Any) -> None:
+    run = command.train("--inject-fault=kill:validation:1:2", settings={"validation.every": 2})
+
+    assert_ended(run, status=1)
+    (line,) = errors_of(run)
+    assert line.startswith("error: rank 1 was killed by SIGKILL at step 2, slot validation;")
 
 
 def test_exchanges_are_struck_in_pairs_too(command: Any) -> None:

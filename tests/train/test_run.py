@@ -31,7 +31,7 @@ ABSENT_ON_CPU = {"mfu_causal", "mfu_full"}
 SPREAD = {"parallel.ep": 2}  # on pp 2: four processes, the layout of tiny-moe as it ships
 OTHERS: dict[str, tuple[int, dict[str, object]]] = {  # processes and settings
     "dp 2": (2, {"parallel.pp": 1}),
-    "dp 2, hsdp": (2, {"parallel.pp": 1, "parallel.dp_shard": 1}),
+    "dp 4, hsdp": (4, {"parallel.pp": 1, "parallel.dp_shard": 2}),
     "dp 2, ep 2, splits": (4, {"parallel.pp": 1, **SPREAD, "parallel.exchange": "splits"}),
 }
 
@@ -219,7 +219,8 @@ def test_every_layout_learns_as_one_process_and_leaves_the_same_whole_weights(
         run = command.train("--json", f"--nproc={num_processes}", settings=settings)
         assert run.status == 0, run.stderr
         assert run.data["world_size"] == num_processes
-        assert run.data["exchange"] == settings.get("parallel.exchange", "collectives")
+        assert run.data["exchange"] == settings.get("parallel.exchange", "local")
+        assert all(f"--nproc {num_processes}" in text for text in json.loads(run.stdout)["next"])
     assert alone.data["world_size"] == 1
     own = steps(Path(run.data["run_dir"]))
     assert own[0]["loss"] == pytest.approx(steps(alone.run_dir)[0]["loss"], rel=1e-6)

@@ -2,6 +2,7 @@
 
 import json
 import math
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -34,6 +35,7 @@ from tests.train.parity import (
     steps,
     weights_of,
 )
+from tests.train.parity import trainer_of as parity_trainer
 
 TOKENS = 6 * 8
 
@@ -209,19 +211,23 @@ def plant(trainer: Trainer, rank: int, place: str, value: float) -> Any:
     stage = next(iter(model.stages.values()))
     masters = model.parameters.masters
     name = next(name for name in masters if name.endswith("input_layernorm.weight"))
-    last = slot_text(model.table.rows[world.rank][-1])
-    ruined = torch.zeros_like(masters[name])
-    ruined.view(-1)[5] = value
+    last = slot_text(model.table.rows[model.mesh.coordinates(rank).pp][-1])
+
+    def ruined(like: Tensor) -> Tensor:
+        zeros = torch.zeros_like(like)
+        zeros.view(-1)[5] = value
+        return zeros
 
     def watch(text: str) -> None:
         if place == "gradient" and text == last:
             sink = next(iter(stage.layers.values())).parts.sink
-            sink.add(stage.get_parameter(name), ruined)
+            weight = stage.get_parameter(name)
+            sink.add(weight, ruined(weight))
         if place == "loss" and text == "optimizer":
             del stage.loss  # the sound one comes to light again
 
     if place == "weight":
-        masters[name].add_(ruined)
+        masters[name].add_(ruined(masters[name]))
     if place == "loss":
         sound = stage.loss
         stage.loss = lambda carry, labels_BS: sound(carry, labels_BS) + value
@@ -277,6 +283,29 @@ def test_a_weight_gradient_or_loss_that_is_not_finite_on_one_rank_moves_no_rank(
             assert seen["faulty"] == ((0, 1) if place == "weight" else (rank,)), label
 
 
+SHARED = [{"dp": 2}, {"dp": 2, "dp_shard": 1}, {"ep": 2}]
+
+
+def faults_of_data_ranks() -> list[tuple[str, tuple[int, ...]]]:
+    """Who is named where rank 1 alone meets a fault, before gradients are summed over ranks."""
+    named = []
+    for layout in SHARED:
+        for place, value in (("gradient", math.inf), ("loss", math.nan)):
+            case = recipe(pp=1, schedule="1f1b", micro_batches=2, **layout)
+            with parity_trainer(case) as trainer:
+                watch = plant(trainer, 1, place, value)
+                batch = random_batch(8).take(trainer.rows)
+                result = trainer.step(0, batch, watch=watch)
+            assert not result.updated
+            named.append((f"{layout}, {place}", result.faulty_ranks))
+    return named
+
+
+def test_a_fault_is_laid_to_the_rank_that_met_it_not_to_those_that_share_its_gradients(run_ranks):
+    for named in run_ranks(2, faults_of_data_ranks):
+        assert dict(named) == {label: (1,) for label, _ in named}
+
+
 def bad_batches(trainer: Trainer, bad: set[int]) -> Iterator[Batch]:
     """Batches; while a `bad` step runs, a weight of the last rank is NaN."""
     for index in range(trainer.recipe.training.steps):
@@ -307,7 +336,8 @@ def run_loops(folder: Path) -> dict[str, tuple[int, str]]:
         error = ""
         with loop.Log(job, case, trainer.world) as log:
             try:
-                loop._train(job, trainer, log, None, bad_batches(trainer, bad))
+                here = loop._Whereabouts(job, trainer)
+                loop._train(here, trainer, log, None, bad_batches(trainer, bad))
             except RunFailedError as failure:
                 error = f"{failure.code}: {failure}"
         found[name] = len(log.steps), error
@@ -334,7 +364,19 @@ def test_the_loop_stops_at_once_or_passes_over_so_many_bad_steps_in_a_row(run_ra
         assert events == wanted, name
 
 
-# Loads and evaluation
+# Loads, times and evaluation
+
+
+def seconds_in_gather() -> float:
+    trainer = trainer_of(small(1))
+    with trainer.model.stopwatch.running("gather"):
+        time.sleep(0.5)  # as an evaluation would, between two steps
+    return trainer.step(0, random_batch(6)).communication_seconds["gather"]
+
+
+def test_the_times_of_a_step_leave_out_what_went_before_it(run_ranks):
+    [seconds] = run_ranks(1, seconds_in_gather)
+    assert 0 < seconds < 0.4
 
 
 def steps_and_evaluation(pp: int) -> dict[str, Any]:
