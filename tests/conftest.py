@@ -56,6 +56,7 @@ def _rank(
     rank: int, num_ranks: int, folder: Path, function: Callable[..., Any], args: tuple[Any, ...]
 ) -> None:
     try:
+        torch.set_num_threads(1)  # mends the forked pool of threads, which autograd cannot
         dist.init_process_group(
             "gloo",
             init_method=f"file://{folder}/rendezvous",

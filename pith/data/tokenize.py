@@ -236,6 +236,11 @@ def _encoding(workers: int, here: _Encode, in_worker: _Encode) -> Iterator[_Map]
     pool = ProcessPoolExecutor(workers, mp_context=context, initializer=start_worker)
     try:
         yield partial(in_order, pool, in_worker, ahead=2 * workers)
+    except BrokenProcessPool:
+        # Early releases of Python 3.11 wait for ever for a thread that writes to the dead workers
+        # (python/cpython#94777); without a reader it gives up. Later ones do the same themselves.
+        pool._call_queue._reader.close()  # type: ignore[attr-defined]
+        raise
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
 

@@ -34,6 +34,10 @@ def entry(train: Train, job: Job) -> Summary | None:
     os.dup2(2, 1)  # stdout belongs to the report of the parent
     if job.device == "cpu" and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(threads(int(os.environ["LOCAL_WORLD_SIZE"])))
+    else:
+        # torch mends a pool of threads that was forked when it is first set. Autograd would do so
+        # from several threads at once, which ends in an abort.
+        torch.set_num_threads(torch.get_num_threads())
     rank = int(os.environ["RANK"])
     try:
         failures.reserve(job.failures_dir, rank=rank)
