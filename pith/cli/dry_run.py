@@ -124,9 +124,10 @@ def _lines(
         f"x ep {mesh.ep}"
     )
     spread, experts = _spread(mesh), _experts(recipe)
+    kind = "fsdp" if spread["copies"] == 1 else f"hsdp, {spread['copies']} copies"
     yield (
-        f"weights    of a stage in {spread['shards']} shards, experts in "
-        f"{spread['expert_shards']}; copies: {spread['copies']}"
+        f"weights    {kind}: those of a stage are cut over {spread['shards']} ranks, "
+        f"of its experts over {spread['expert_shards']}"
     )
     if experts is not None and mesh.ep > 1:
         held, exchange = experts["per_rank"], experts["exchange"]

@@ -173,8 +173,8 @@ def _text(summary: Mapping[str, Any]) -> str:
     validation = "" if held_out is None else f", validation {held_out:.4f}"
     return "\n".join(
         (
-            f"{summary['recipe']}: {summary['steps']} steps on {summary['world_size']} ranks"
-            f" ({layout or 'one process'}), {summary['schedule']}",
+            f"{summary['recipe']}: {summary['steps']} steps, {layout or 'one process'},"
+            f" {summary['schedule']}",
             f"loss       {summary['first_loss']:.4f} to {summary['last_loss']:.4f}{validation}",
             f"speed      {summary['tokens_per_second']:,.0f} tokens per second",
             f"run folder {summary['run_dir']}",
