@@ -8,12 +8,9 @@ how many records are safely on disk; after a kill the same call continues from t
 import fcntl
 import hashlib
 import json
-import multiprocessing
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache, partial
@@ -22,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
-from pith.data.ahead import in_order, start_worker
+from pith.data.ahead import WorkerLostError, in_processes
 from pith.data.readers import BadLineError, Record, excerpt, find_files, read_records, text_of
 from pith.data.shards import (
     MANIFEST,
@@ -93,7 +90,6 @@ class _Encoded:
 
 
 _Encode = Callable[[list[Record]], _Encoded]
-_Map = Callable[[Iterable[list[Record]]], Iterator[_Encoded]]
 
 
 def tokenize(
@@ -124,16 +120,18 @@ def tokenize(
     here = partial(_encode, opened, text_key)
     records = chain.from_iterable(read_records(file, text_key=text_key) for file in files)
     try:
-        with (
-            _claimed(draft, out),
-            _encoding(workers or os.cpu_count() or 1, here, in_worker) as run,
-        ):
+        with _claimed(draft, out):
             start = _restore(draft, job=job)
-            encoded = run(_units(islice(records, start.records, None)))
+            units = _units(islice(records, start.records, None))
             dtype = token_dtype(opened.vocab_size)
-            with closing(
-                CorpusWriter(draft, dtype=dtype, tokens_per_file=tokens_per_file)
-            ) as writer:
+            with (
+                closing(
+                    _encoded(workers or os.cpu_count() or 1, here, in_worker, units)
+                ) as encoded,
+                closing(
+                    CorpusWriter(draft, dtype=dtype, tokens_per_file=tokens_per_file)
+                ) as writer,
+            ):
                 done = _write(
                     writer,
                     encoded,
@@ -151,7 +149,7 @@ def tokenize(
             return summary
     except OSError as error:
         raise _failed(f"tokenizing stopped ({error})") from error
-    except BrokenProcessPool as error:
+    except WorkerLostError as error:
         raise _failed("a tokenizing process was killed, perhaps for its memory") from error
 
 
@@ -226,23 +224,14 @@ def _worker_tokenizer(source: str, end_token: str | None, fingerprint: str) -> T
     return tokenizer
 
 
-@contextmanager
-def _encoding(workers: int, here: _Encode, in_worker: _Encode) -> Iterator[_Map]:
-    """What encodes units, in order: this process, or `workers` others."""
+def _encoded(
+    workers: int, here: _Encode, in_worker: _Encode, units: Iterator[list[Record]]
+) -> Generator[_Encoded, None, None]:
+    """The units encoded, in order, by this process or by `workers` others."""
     if workers == 1:
-        yield partial(map, here)
-        return
-    context = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(workers, mp_context=context, initializer=start_worker)
-    try:
-        yield partial(in_order, pool, in_worker, ahead=2 * workers)
-    except BrokenProcessPool:
-        # Early releases of Python 3.11 wait for ever for a thread that writes to the dead workers
-        # (python/cpython#94777); without a reader it gives up. Later ones do the same themselves.
-        pool._call_queue._reader.close()  # type: ignore[attr-defined]
-        raise
-    finally:
-        pool.shutdown(wait=True, cancel_futures=True)
+        yield from map(here, units)
+    else:
+        yield from in_processes(in_worker, units, num_workers=workers)
 
 
 @contextmanager

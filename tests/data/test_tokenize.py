@@ -220,6 +220,66 @@ def test_a_worker_that_is_killed_ends_the_run_with_one_line(tmp_path, write_text
     assert not (tmp_path / "out").exists()
 
 
+LOSING = """
+import multiprocessing, os, signal, sys, threading
+from pathlib import Path
+from pith.data.tokenize import tokenize
+from pith.errors import RunFailedError
+
+def main(source, out, first, last, delay_s, stopped):
+    timers = []
+
+    def lose(progress):
+        if timers:
+            if progress.records > 4:
+                timers[0].join()  # the run does not end before its workers
+            return
+        pids = sorted(child.pid for child in multiprocessing.active_children())
+        lost = pids[int(first) : int(last)]
+
+        def send(number):
+            for pid in lost:
+                os.kill(pid, number)
+
+        if stopped == "stopped":
+            send(signal.SIGSTOP)
+        timers.append(threading.Timer(float(delay_s), send, [signal.SIGKILL]))
+        timers[0].start()
+
+    try:
+        tokenize([source], out=Path(out), workers=2, on_progress=lose)
+    except RunFailedError as error:
+        print(error, len(multiprocessing.active_children()))
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
+"""
+
+
+@pytest.mark.parametrize(
+    "loss",  # the first worker lost, the last, the time until then, and what they do meanwhile
+    [
+        "0 2 0.3 stopped",
+        "0 1 0.3 stopped",
+        "0 2 0 running",
+        "0 1 0 running",
+        "1 2 0.003 running",
+        "0 1 0.01 running",
+        "1 2 0.03 running",
+    ],
+)
+def test_workers_killed_in_the_middle_of_large_bundles_end_the_run_in_time(
+    tmp_path, write_texts, loss
+) -> None:
+    source, script = write_texts(["x" * 1_000_000] * 16), tmp_path / "losing.py"
+    script.write_text(LOSING)
+    command = [sys.executable, script, source, tmp_path / "out", *loss.split()]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
+    assert ended.stdout.startswith("a tokenizing process was killed")
+    assert ended.stdout.endswith(" 0\n")
+    assert ended.stderr == ""
+
+
 def test_a_full_disk_is_one_line_and_the_next_run_continues(
     tmp_path, write_texts, monkeypatch
 ) -> None:
