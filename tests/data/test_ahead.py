@@ -7,12 +7,15 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 
 import pytest
 
 from pith.data.ahead import WorkerLostError, in_processes
+
+pytestmark = pytest.mark.timeout(30)
 
 
 @pytest.mark.parametrize("num_items", [0, 1, 3, 10])
@@ -53,6 +56,23 @@ def test_a_death_is_named_and_an_interrupt_is_none() -> None:
         list(in_processes(signal.raise_signal, numbers, num_workers=2))
     assert not multiprocessing.active_children()
     assert list(in_processes(signal.raise_signal, [signal.SIGINT] * 3, num_workers=2)) == [None] * 3
+
+
+def test_processes_that_die_while_they_are_sent_an_item_are_lost() -> None:
+    results = in_processes(len, [bytes(8_000_000)] * 6, num_workers=2)
+    assert next(results) == 8_000_000
+    time.sleep(0.3)  # both have answered
+    pids = [child.pid or 0 for child in multiprocessing.active_children()]
+
+    def send(number: int) -> None:
+        for pid in pids:
+            os.kill(pid, number)
+
+    send(signal.SIGSTOP)
+    threading.Timer(0.3, send, [signal.SIGKILL]).start()
+    with pytest.raises(WorkerLostError):
+        list(results)
+    assert not multiprocessing.active_children()
 
 
 def test_leaving_early_ends_processes_that_work_or_are_stopped() -> None:
