@@ -132,6 +132,26 @@ def whole_batch(
     )
 
 
+def optimizer_step(weights: Weights, grads: Weights, *, sgd: bool = False) -> Weights:
+    """The weights after torch's optimizer has taken a first step of rate 0.01 on `grads`, clipped
+    to norm 0.5; AdamW decays all but norms by 0.1."""
+    norm = float(torch.cat([grad.flatten() for grad in grads.values()]).norm())
+    assert norm > 0.5, "clipping should bite"
+    after = {name: torch.nn.Parameter(weight.clone()) for name, weight in weights.items()}
+    for name, weight in after.items():
+        weight.grad = grads[name] * (0.5 / norm)
+    optimizer: torch.optim.Optimizer
+    if sgd:
+        optimizer = torch.optim.SGD(after.values(), lr=0.01)
+    else:
+        norms = [weight for weight in after.values() if weight.ndim == 1]
+        others = [weight for weight in after.values() if weight.ndim > 1]
+        groups = [{"params": norms, "weight_decay": 0.0}, {"params": others, "weight_decay": 0.1}]
+        optimizer = torch.optim.AdamW(groups, lr=0.01, betas=(0.9, 0.95), eps=1e-8)
+    optimizer.step()
+    return {name: weight.detach() for name, weight in after.items()}
+
+
 def _model(recipe: Recipe, weights: Weights) -> Qwen3Stage:
     arch = recipe.architecture
     model = Qwen3Stage(

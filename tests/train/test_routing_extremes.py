@@ -7,8 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pith.train.optim import clip_coefficient
-from tests.train.one_piece import Weights, initial, whole_batch
+from tests.train.one_piece import initial, optimizer_step, whole_batch
 from tests.train.parity import Outcome, assert_same_step, joined, random_batch, steps
 from tests.train.test_parity import case
 
@@ -65,17 +64,6 @@ def two_steps(ranks: int) -> dict[tuple[str, str], Outcome]:
     }
 
 
-def after_one_step(weights: Weights, grads: Weights) -> Weights:
-    norm = float(torch.cat([grad.flatten() for grad in grads.values()]).norm())
-    after = {name: torch.nn.Parameter(weight.clone()) for name, weight in weights.items()}
-    for name, weight in after.items():
-        weight.grad = grads[name] * clip_coefficient(norm, 0.5)
-    for decay, ndim in ((0.0, (1,)), (0.1, (2, 3))):
-        some = [weight for weight in after.values() if weight.ndim in ndim]
-        torch.optim.AdamW(some, lr=0.01, betas=(0.9, 0.95), eps=1e-8, weight_decay=decay).step()
-    return {name: weight.detach() for name, weight in after.items()}
-
-
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_overfull_and_empty_experts_train_as_in_one_process(run_ranks: Any, ranks: int) -> None:
     outcomes = run_ranks(ranks, two_steps, ranks)
@@ -84,7 +72,7 @@ def test_overfull_and_empty_experts_train_as_in_one_process(run_ranks: Any, rank
     for extreme, pattern in EXTREMES.items():
         routing = Forced(pattern).at(slice(0, 16))
         first = whole_batch(case(LAYOUTS["ep 2"]), start, BATCHES[0], routing=routing)
-        second_weights = after_one_step(start, first.grads)
+        second_weights = optimizer_step(start, first.grads)
         second = whole_batch(case(LAYOUTS["ep 2"]), second_weights, BATCHES[1], routing=routing)
         wholes[extreme] = first, second
     for name, extreme in outcomes[0]:
