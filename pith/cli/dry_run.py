@@ -9,6 +9,7 @@ num_layers, num_parameters, flops_share}], learning_rate [{name, first, last, st
 warnings [text].
 """
 
+import math
 import os
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -16,7 +17,7 @@ from typing import Any
 
 from pith.config import Recipe
 from pith.plan.dry_run import DryRun, RatePhase, StagePlan, describe, rate_phases
-from pith.plan.mesh import Mesh
+from pith.plan.mesh import DENSE_AXES, EXPERT_AXES, Mesh
 from pith.schedule import draw
 
 
@@ -84,10 +85,9 @@ def _data(recipe: Recipe, plan: DryRun, rates: tuple[RatePhase, ...]) -> dict[st
 def _spread(mesh: Mesh) -> dict[str, int]:
     """Over how many ranks the weights of a stage are cut, and how many such copies there are."""
     sizes = mesh.sizes()
-    expert_shards = sizes["shard"] * sizes["cp"]
     return {
-        "shards": expert_shards * sizes["ep"],
-        "expert_shards": expert_shards,
+        "shards": math.prod(sizes[axis] for axis in DENSE_AXES),
+        "expert_shards": math.prod(sizes[axis] for axis in EXPERT_AXES),
         "copies": sizes["replica"],
     }
 

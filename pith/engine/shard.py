@@ -57,7 +57,7 @@ class Spread:
 
     def rows(self, num_rows: int) -> range:
         """This rank's share of `num_rows`: cut as torch.chunk does, so the last may be empty."""
-        each = -(-num_rows // self.shard.size())
+        each = _rows_each(num_rows, self.shard.size())
         start = min(num_rows, self.shard.rank() * each)
         return range(start, min(num_rows, start + each))
 
@@ -191,15 +191,7 @@ class Parameters:
         be an equal one of an earlier model in this process, whose groups are closed.
         """
         master, shard = self.masters[name], self._unit_of[name].spread.shard
-        if shard.size() == 1:
-            return master
-        num_rows = len(self._sharded[name])
-        each = -(-num_rows // shard.size())
-        padded = master.new_zeros(each, *master.shape[1:])
-        padded[: len(master)] = master
-        whole = master.new_empty(each * shard.size(), *master.shape[1:])
-        all_gather_rows(whole, padded, group=shard)
-        return whole[:num_rows]
+        return join_rows(master, len(self._sharded[name]), group=shard)
 
     def _is_in_place(self, name: str, parameter: Tensor) -> bool:
         """Whether FSDP still stores this shard where its master lies."""
@@ -270,6 +262,26 @@ def _shard(
             canonical = {EMBEDDING if borrowed and own == HEAD else own: own for own in mine}
             fully_shard(module, mesh=spread.mesh, mp_policy=policy, ignored_params=ignored)
             yield _Unit(cast(FSDPModule, module), stage, spread, first_row, canonical)
+
+
+def join_rows(rows: Tensor, num_rows: int, *, group: dist.ProcessGroup) -> Tensor:
+    """The `num_rows` rows [num_rows, ...] that the ranks of `group` hold, in their order.
+
+    They are cut as by `Spread.rows`. In a group of one these are `rows` themselves.
+    """
+    if group.size() == 1:
+        return rows
+    each = _rows_each(num_rows, group.size())
+    padded = rows.new_zeros(each, *rows.shape[1:])
+    padded[: len(rows)] = rows
+    whole = rows.new_empty(each * group.size(), *rows.shape[1:])
+    all_gather_rows(whole, padded, group=group)
+    return whole[:num_rows]
+
+
+def _rows_each(num_rows: int, num_ranks: int) -> int:
+    """Rows of every rank but the last ones, which have what is left."""
+    return -(-num_rows // num_ranks)
 
 
 def _local(parameter: DTensor) -> Tensor:

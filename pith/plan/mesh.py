@@ -8,6 +8,10 @@ from pith.errors import Fault, RequestError
 
 # dp is cut in two: `replica` counts copies of the weights, `shard` the ranks that share one.
 Axis = Literal["pp", "replica", "shard", "cp", "ep"]
+# What one copy of a stage's weights is cut over, experts apart; and all ranks with the same stages.
+DENSE_AXES: tuple[Axis, ...] = ("shard", "cp", "ep")
+EXPERT_AXES: tuple[Axis, ...] = ("shard", "cp")
+DATA_AXES: tuple[Axis, ...] = ("replica", *DENSE_AXES)
 
 
 class Coordinates(NamedTuple):

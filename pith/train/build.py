@@ -27,7 +27,7 @@ from pith.layer.protocol import Parts, Stage
 from pith.models.qwen3 import Qwen3Stage
 from pith.ops import Operators, choose
 from pith.ops.precision import wide
-from pith.plan.mesh import Axis, Mesh
+from pith.plan.mesh import DATA_AXES, DENSE_AXES, EXPERT_AXES, Mesh
 from pith.schedule.lower import channels
 from pith.schedule.passes import forward_only
 from pith.schedule.table import Table
@@ -35,7 +35,6 @@ from pith.schedule.verify import check
 from pith.train.initial import fill
 from pith.train.optim import build_optimizer
 
-DATA_AXES: tuple[Axis, ...] = ("replica", "shard", "cp", "ep")  # of ranks with the same stages
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -77,8 +76,8 @@ def build(recipe: Recipe, world: World, *, headers: bool = False) -> Model:
     stages = _build_stages(recipe, table, rank, parts=parts)
     parameters = Parameters(
         stages,
-        dense=Spread.over(groups, "shard", "cp", "ep"),
-        experts=Spread.over(groups, "shard", "cp"),
+        dense=Spread.over(groups, *DENSE_AXES),
+        experts=Spread.over(groups, *EXPERT_AXES),
         first_expert=parts.first_expert,
         compute_dtype=DTYPES[recipe.training.precision],
         device=world.device,

@@ -60,8 +60,7 @@ def run(job: Job) -> Summary | None:
         batches = stack.enter_context(stream)
         here = _Whereabouts(job, trainer)
         _train(here, trainer, log, loader, iter(batches))
-        here.begin_slot("validation")
-        validation = _validate(trainer, loader, log)
+        validation = _validate(here, trainer, log, loader)
         return _finish(job, trainer, log, validation)
 
 
@@ -180,8 +179,7 @@ def _train(
         if not result.updated:
             _report_non_finite(log, index, result, num_skips, trainer.recipe)
         if every and (index + 1) % every == 0 and index + 1 < training.steps:
-            here.begin_slot("validation")
-            _validate(trainer, loader, log)
+            _validate(here, trainer, log, loader)
 
 
 class _Whereabouts:
@@ -234,8 +232,9 @@ def _report_non_finite(
         )
 
 
-def _validate(trainer: Trainer, loader: Loader, log: Log) -> float | None:
+def _validate(here: _Whereabouts, trainer: Trainer, log: Log, loader: Loader) -> float | None:
     """The mean loss over the validation sequences; None where none are held out."""
+    here.begin_slot("validation")
     num_sequences = min(trainer.recipe.validation.num_sequences, loader.num_validation_samples)
     if num_sequences == 0:
         return None

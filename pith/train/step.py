@@ -2,7 +2,7 @@
 
 import math
 import resource
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -16,7 +16,8 @@ from pith.engine.chunk import MicroBatch
 from pith.engine.executor import Watch
 from pith.layer.balance import StepLoad
 from pith.layer.protocol import Context, RouterLosses
-from pith.train.build import DATA_AXES, Model
+from pith.plan.mesh import DATA_AXES
+from pith.train.build import Model
 from pith.train.learning_rate import learning_rate
 from pith.train.optim import clip_coefficient, set_learning_rate
 from pith.train.routing import StepRouting
@@ -169,19 +170,22 @@ class Trainer:
         recipe = self.recipe
         weight = counted_share * recipe.batch(self.world.size).tokens_per_micro_batch
         scope = recipe.balance.scope
-        load = None
-        if scope == "global-batch":
-            load = StepLoad(self._sum_over_data_ranks)
         return RouterLosses(
             scope="sequence" if scope == "none" else scope,
             balance_scale=recipe.balance_coefficient * weight,
             z_scale=recipe.balance.z_loss * weight,
-            load=load,
+            load=self._step_load() if scope == "global-batch" else None,
         )
 
-    def _sum_over_data_ranks(self, counts_E: Tensor) -> Tensor:
-        with self.model.stopwatch.running("balance"):
-            return summing(self.model.groups.along(*DATA_AXES))(counts_E)
+    def _step_load(self) -> StepLoad:
+        model = self.model
+        sum_over_data_ranks = summing(model.groups.along(*DATA_AXES))
+
+        def timed(counts_E: Tensor) -> Tensor:
+            with model.stopwatch.running("balance"):
+                return sum_over_data_ranks(counts_E)
+
+        return StepLoad(timed)
 
     def _micro_batches(
         self,
@@ -197,9 +201,9 @@ class Trainer:
         labels_NS = torch.from_numpy(batch.labels_NS).to(device)
         stage = next(iter(self.model.stages.values()))
         angles = stage.rotary(torch.arange(tokens_NS.shape[1], device=device)[None])
-        micro_batches = []
+        first_row, micro_batches = self.rows.start, []
         for start in range(0, len(tokens_NS), size):
-            rows = slice(self.rows.start + start, self.rows.start + start + size)
+            rows = slice(first_row + start, first_row + start + size)
             choices = routing.at(rows) if routing is not None else None
             context = Context(*angles, meter, losses, choices)
             here = slice(start, start + size)
@@ -245,7 +249,8 @@ class Trainer:
         load_LE = torch.zeros(arch.num_layers, max(1, arch.num_experts), dtype=torch.float64)
         for layer, load_E in meter.loads.items():
             load_LE[layer] = load_E.to("cpu", torch.float64)
-        balance, z = _sum_pairs(meter.losses.values())
+        nothing = torch.zeros(2, dtype=torch.float64, device=world.device)
+        balance, z = sum(meter.losses.values(), nothing).tolist()  # one wait for the device
         memory = torch.zeros(world.size, dtype=torch.float64)
         memory[world.rank] = peak_memory_bytes(world.device)
         seconds = self.model.stopwatch.lap()
@@ -280,14 +285,6 @@ class _Totals:
     memory_bytes: int
     communication_seconds: dict[str, float]
     load_LE: tuple[tuple[int, ...], ...]
-
-
-def _sum_pairs(pairs: Iterable[Tensor]) -> tuple[float, float]:
-    first, second = 0.0, 0.0
-    for pair in pairs:
-        a, b = pair.tolist()
-        first, second = first + a, second + b
-    return first, second
 
 
 def peak_memory_bytes(device: torch.device) -> int:

@@ -113,19 +113,27 @@ class Outcome:
         return self.results[-1]
 
 
-@contextmanager
-def trainer_of(
+def new_trainer(
     recipe: Recipe, *, routing: StepRouting | None = None, sgd: bool = False
-) -> Iterator[Trainer]:
-    """The trainer of this rank through the production code; its groups are closed at the end."""
+) -> Trainer:
+    """The trainer of this rank through the production code."""
     world = World.joined(CPU, timeout=PATIENCE)
     model = build(recipe, world, headers=True)
     if sgd:
         masters = list(model.parameters.masters.values())
         model = replace(model, optimizer=torch.optim.SGD(masters, lr=recipe.optimizer.lr))
-    yield Trainer(recipe, world, model, routing=routing)
-    world.barrier()
-    model.close()
+    return Trainer(recipe, world, model, routing=routing)
+
+
+@contextmanager
+def trainer_of(
+    recipe: Recipe, *, routing: StepRouting | None = None, sgd: bool = False
+) -> Iterator[Trainer]:
+    """The same for as long as it is needed; its groups are closed at the end."""
+    trainer = new_trainer(recipe, routing=routing, sgd=sgd)
+    yield trainer
+    trainer.world.barrier()
+    trainer.model.close()
 
 
 def steps(

@@ -13,7 +13,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from pith.comm.world import World
 from pith.config import Recipe
 from pith.data.loader import Batch
 from pith.errors import RunFailedError
@@ -21,21 +20,19 @@ from pith.ops.cross_entropy import NOT_COUNTED
 from pith.run.job import Job
 from pith.schedule.table import slot_text
 from pith.train import loop
-from pith.train.build import build
 from pith.train.step import Trainer, sum_of_squares
 from tests.train.one_piece import Weights, initial, whole_batch
 from tests.train.parity import (
-    CPU,
-    PATIENCE,
     Outcome,
     assert_near,
     joined,
+    new_trainer,
     random_batch,
     recipe,
     steps,
+    trainer_of,
     weights_of,
 )
-from tests.train.parity import trainer_of as parity_trainer
 
 TOKENS = 6 * 8
 
@@ -55,11 +52,6 @@ def small(
     for section, values in sections.items():
         raw[section] |= values
     return Recipe.model_validate(raw)
-
-
-def trainer_of(recipe: Recipe) -> Trainer:
-    world = World.joined(CPU, timeout=PATIENCE)
-    return Trainer(recipe, world, build(recipe, world, headers=True))
 
 
 def masters(trainer: Trainer) -> Weights:
@@ -246,12 +238,12 @@ FAULTS = [
 
 
 def step_over_faults() -> dict[Any, dict[str, Any]]:
-    reference = trainer_of(small(2))
+    reference = new_trainer(small(2))
     for index in (0, 2):
         reference.step(index, random_batch(6, seed=index))
     found = {}
     for fault in FAULTS:
-        trainer = trainer_of(small(2))
+        trainer = new_trainer(small(2))
         trainer.step(0, random_batch(6, seed=0))
         sound = state(trainer)
         watch = plant(trainer, *fault)
@@ -292,7 +284,7 @@ def faults_of_data_ranks() -> list[tuple[str, tuple[int, ...]]]:
     for layout in SHARED:
         for place, value in (("gradient", math.inf), ("loss", math.nan)):
             case = recipe(pp=1, schedule="1f1b", micro_batches=2, **layout)
-            with parity_trainer(case) as trainer:
+            with trainer_of(case) as trainer:
                 watch = plant(trainer, 1, place, value)
                 batch = random_batch(8).take(trainer.rows)
                 result = trainer.step(0, batch, watch=watch)
@@ -330,7 +322,7 @@ def run_loops(folder: Path) -> dict[str, tuple[int, str]]:
     found = {}
     for name, (bad, policy) in POLICIES.items():
         case = small(2, training={"steps": 7, **policy})
-        trainer, run_dir = trainer_of(case), folder / name
+        trainer, run_dir = new_trainer(case), folder / name
         run_dir.mkdir(exist_ok=True)
         job = Job(case.to_toml(), "test", str(run_dir))
         error = ""
@@ -368,7 +360,7 @@ def test_the_loop_stops_at_once_or_passes_over_so_many_bad_steps_in_a_row(run_ra
 
 
 def seconds_in_gather() -> float:
-    trainer = trainer_of(small(1))
+    trainer = new_trainer(small(1))
     with trainer.model.stopwatch.running("gather"):
         time.sleep(0.5)  # as an evaluation would, between two steps
     return trainer.step(0, random_batch(6)).communication_seconds["gather"]
@@ -380,7 +372,7 @@ def test_the_times_of_a_step_leave_out_what_went_before_it(run_ranks):
 
 
 def steps_and_evaluation(pp: int) -> dict[str, Any]:
-    plain, mixed = trainer_of(small(pp)), trainer_of(small(pp))
+    plain, mixed = new_trainer(small(pp)), new_trainer(small(pp))
     results = [plain.step(index, random_batch(6, seed=index)) for index in range(2)]
     again = [mixed.step(0, random_batch(6, seed=0))]
     weights, before = weights_of(mixed), state(mixed)
@@ -450,7 +442,7 @@ def test_bfloat16_computes_on_copies_of_float32_masters_and_stays_near_float32(r
 def four_steps_in_bfloat16() -> None:
     model = {"fields": small(1).model.fields | {"initializer_range": 0.02}}
     wide, narrow = (
-        trainer_of(small(1, precision=precision, model=model, optimizer={"lr": 1e-3}))
+        new_trainer(small(1, precision=precision, model=model, optimizer={"lr": 1e-3}))
         for precision in ("float32", "bfloat16")
     )
     for index in range(4):
