@@ -3,7 +3,8 @@
 PithError                  exit 4: pith itself broke (the base is never raised as such)
 ├── RequestError           exit 2: the request was wrong (recipe, option, path, input file)
 ├── UnavailableError       exit 3: it could not be done here (no GPU, too few ranks, missing extra)
-└── RunFailedError         exit 1: it ran and failed (non-finite, out of memory, lost rank)
+├── RunFailedError         exit 1: it ran and failed (non-finite, out of memory, lost rank)
+└── StoppedError           exit 75: a signal stopped it and a checkpoint is saved; run it again
 
 Every error is one line: what, found, wanted, where, next. Several faults of one request travel
 together in `faults`, one line each.
@@ -90,6 +91,12 @@ class RunFailedError(PithError):
     """The work started and failed."""
 
     exit_status = 1
+
+
+class StoppedError(PithError):
+    """A signal asked the run to stop: its checkpoint is saved, the same command goes on."""
+
+    exit_status = 75
 
 
 def _rebuild(kind: type[PithError], fields: dict[str, str], faults: tuple[Fault, ...]) -> PithError:

@@ -152,9 +152,15 @@ class BalanceSection(Section):
 
 
 class CheckpointSection(Section):
-    """Where the weights are saved; without `directory` in the run folder."""
+    """What is saved: every so many steps (0: only after the last one), the newest `keep` of them
+    (0: all), in `directory` or the run folder. `asynchronous` lets training go on while
+    bytes are written; `verify` compares checksums on resume, without it only sizes."""
 
+    every: Number = 500
+    keep: Number = 2
     directory: Maybe[PathText] = None
+    asynchronous: bool = False
+    verify: bool = True
 
 
 class ValidationSection(Section):

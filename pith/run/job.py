@@ -22,6 +22,8 @@ class Job:
     timeout_s: float = 600.0  # of one collective
     debug: bool = False  # pipeline messages carry checked headers; errors show tracebacks
     fault: str | None = None  # for tests: see InjectedFault
+    run_id: str = ""  # of the run folder: who owns the checkpoints
+    checkpoint: str | None = None  # the folder to resume from; None: from initial weights
 
     @property
     def failures_dir(self) -> Path:
@@ -35,7 +37,8 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class InjectedFault:
-    """A fault that a test orders: `raise`, `kill` or `hang` at a site, on a rank, in a step.
+    """A fault that a test orders at a site, on a rank, in a step: `raise`, `kill` (this rank),
+    `hang`, or `delay` by a few seconds, as a slow disk would.
 
     Text form ACTION:SITE:RANK:STEP, such as raise:backward:1:3. Steps count from 1.
     """
@@ -45,7 +48,7 @@ class InjectedFault:
     rank: int
     step: int
 
-    ACTIONS: ClassVar[tuple[str, ...]] = ("raise", "kill", "hang")
+    ACTIONS: ClassVar[tuple[str, ...]] = ("raise", "kill", "hang", "delay")
     SITES: ClassVar[tuple[str, ...]] = (
         "data",
         "gather",
@@ -59,6 +62,10 @@ class InjectedFault:
         "reduce",
         "optimizer",
         "validation",
+        "stage",  # of a checkpoint: its copy, its files, its manifest and rename, what is retired
+        "write",
+        "commit",
+        "retire",
     )
 
     @classmethod

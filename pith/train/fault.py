@@ -6,6 +6,8 @@ import time
 
 from pith.run.job import InjectedFault
 
+DELAY_S = 7.0  # longer than a launcher waits for ranks once one has failed
+
 
 class FaultSite:
     """Watches for the place where an ordered fault strikes. Without an order it does nothing."""
@@ -26,6 +28,8 @@ class FaultSite:
                 os.kill(os.getpid(), signal.SIGKILL)
             case "hang":
                 time.sleep(3600)
+            case "delay":
+                time.sleep(DELAY_S)
 
 
 class InjectedError(Exception):
