@@ -1,15 +1,18 @@
 """The ranks that train together, and what they agree on."""
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pith.errors import RunFailedError
+from pith.errors import PithError, RunFailedError
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +59,28 @@ class World:
         if self.size > 1:
             dist.all_reduce(total)
         return total
+
+    def together(
+        self, action: Callable[[], T], *, group: dist.ProcessGroup | None = None
+    ) -> list[T]:
+        """What `action` returns on each rank, by rank; every rank calls it.
+
+        A PithError that it raises on any rank is raised on all of them: of the first such rank.
+        `group` is one of all ranks over gloo, the default group without it.
+        """
+        outcome: T | PithError
+        try:
+            outcome = action()
+        except PithError as error:
+            outcome = error
+        outcomes: list[T | PithError | None] = [outcome]
+        if self.size > 1:
+            outcomes = [None] * self.size
+            dist.all_gather_object(outcomes, outcome, group=group)
+        for found in outcomes:
+            if isinstance(found, PithError):
+                raise found
+        return cast(list[T], outcomes)
 
     def barrier(self) -> None:
         """Wait for every rank."""

@@ -58,8 +58,9 @@ class Batch:
 class Loader:
     """Samples are windows of S + 1 tokens with stride S over the documents that train.
 
-    Everything a method returns depends on its arguments and the constructor's alone; a step reads
-    samples step * global_batch_size and following of the run, which order.py places.
+    Everything a method returns depends on its arguments and the constructor's alone. A step reads
+    the next global_batch_size samples of the run, which order.py places: where it stands is one
+    integer, the number of its first sample.
 
     Packing "none" trains across document ends; "mask" does not count the label that is the first
     token of another document. `epochs` limits the run; None repeats the corpus for ever.
@@ -94,6 +95,12 @@ class Loader:
         return self._corpus.fingerprint
 
     @property
+    def tokenizer(self) -> str:
+        """Name and fingerprint of what made the corpus."""
+        manifest = self._corpus.manifest
+        return f"{manifest.tokenizer} {manifest.tokenizer_fingerprint}"
+
+    @property
     def num_train_samples(self) -> int:
         """Windows in one epoch."""
         return self._num_windows(self._training)
@@ -103,8 +110,10 @@ class Loader:
         """Windows held out."""
         return self._num_windows(self._validation)
 
-    def check(self, num_steps: int, *, num_validation_sequences: int = 0) -> None:
-        """Raises RequestError if the corpus cannot serve a run of `num_steps`."""
+    def check(
+        self, num_steps: int, *, first_sample: int = 0, num_validation_sequences: int = 0
+    ) -> None:
+        """Raises RequestError if the corpus cannot serve `num_steps` from `first_sample` on."""
         if self.num_train_samples < self._global_batch_size:
             raise self._too_small(
                 "the corpus is smaller than one global batch",
@@ -113,7 +122,7 @@ class Loader:
             )
         if self._epochs is not None:
             needed, held = (
-                num_steps * self._global_batch_size,
+                first_sample + num_steps * self._global_batch_size,
                 self._epochs * self.num_train_samples,
             )
             if needed > held:
@@ -129,12 +138,15 @@ class Loader:
                 wanted=f"at least {num_validation_sequences}",
             )
 
-    def batch(self, step: int, *, rows: slice = slice(None)) -> Batch:
-        """The global batch of a step (the first is 0), or only some `rows` of it."""
-        first = step * self._global_batch_size
-        numbers = np.arange(first, first + self._global_batch_size)[rows]
+    def batch(self, first_sample: int, *, rows: slice = slice(None)) -> Batch:
+        """The global batch that starts at a sample of the run, or only some `rows` of it."""
+        return self._read(self._training, self.sample_ids(first_sample)[rows])
+
+    def sample_ids(self, first_sample: int) -> Ids:
+        """Which windows the global batch that starts at a sample of the run reads [N]."""
+        numbers = np.arange(first_sample, first_sample + self._global_batch_size)
         _, windows = sample_index(numbers, num_samples=self.num_train_samples, seed=self._seed)
-        return self._read(self._training, windows)
+        return windows
 
     def validation(self, num_sequences: int) -> Batch:
         """Evenly spaced windows of the documents held out, the same at every call."""
@@ -144,17 +156,18 @@ class Loader:
 
     @contextmanager
     def stream(
-        self, first_step: int, num_steps: int, *, rows: slice = slice(None)
+        self, first_sample: int, num_steps: int, *, rows: slice = slice(None)
     ) -> Iterator[Iterator[Batch]]:
-        """The batches of `num_steps` steps in order, read ahead on one thread.
+        """The batches of `num_steps` steps from a sample on, read ahead on one thread.
 
         What goes wrong on the thread is raised where the batch is taken. Leaving the context ends
         the thread.
         """
         pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="batches")
         try:
-            steps = range(first_step, first_step + num_steps)
-            yield in_order(pool, partial(self.batch, rows=rows), steps, ahead=_BATCHES_AHEAD)
+            stop = first_sample + num_steps * self._global_batch_size
+            starts = range(first_sample, stop, self._global_batch_size)
+            yield in_order(pool, partial(self.batch, rows=rows), starts, ahead=_BATCHES_AHEAD)
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
 

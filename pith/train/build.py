@@ -59,10 +59,11 @@ class Model:
         self.groups.close()
 
 
-def build(recipe: Recipe, world: World, *, headers: bool = False) -> Model:
+def build(recipe: Recipe, world: World, *, headers: bool = False, empty: bool = False) -> Model:
     """Build this rank's share of `recipe` with its initial weights.
 
-    `headers` labels pipeline messages and asserts the labels. Every rank calls this at the same
+    With `empty` the weights are left uninitialised, to be loaded. `headers` labels pipeline
+    messages and asserts the labels. Every rank calls this at the same
     time: groups are opened and the schedule is agreed on. Needs a process group, if only of one.
     """
     table = recipe.table(world.size)
@@ -85,7 +86,8 @@ def build(recipe: Recipe, world: World, *, headers: bool = False) -> Model:
         tied=_tie(recipe, table, stages, groups),
     )
     specs = {spec.name: spec for spec in recipe.architecture.parameters()}
-    _initialise(parameters, specs, seed=recipe.training.seed)
+    if not empty:
+        _initialise(parameters, specs, seed=recipe.training.seed)
     transport = _connect(recipe, table, groups, headers=headers)
     groups.along(*DATA_AXES)
     groups.seal()

@@ -11,6 +11,7 @@ from pith.arch.parameter import ParameterSpec, Role
 from pith.errors import RequestError
 
 NOT_DECAYED = frozenset({Role.NORM, Role.BIAS})
+MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def build_optimizer(
@@ -26,8 +27,8 @@ def build_optimizer(
     """AdamW (arXiv 1711.05101) over the parameters `named` by canonical name.
 
     The role in `specs` decides which group a parameter is in: norms and biases are not decayed.
-    The moments have the dtype of the parameters, float32 for master weights. Raises RequestError
-    for an optimizer that does not exist.
+    The moments have the dtype of the parameters, float32 for master weights, and are there from the
+    start. Raises RequestError for an optimizer that does not exist.
     """
     if name != "adamw":
         raise RequestError(
@@ -43,7 +44,24 @@ def build_optimizer(
         {"params": params, "weight_decay": decay}
         for params, decay in ((decayed, weight_decay), (plain, 0.0))
     ]
-    return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps, fused=True)
+    optimizer = torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps, fused=True)
+    for parameter in named.values():
+        optimizer.state[parameter] = {
+            "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
+            **{moment: torch.zeros_like(parameter) for moment in MOMENTS},
+        }
+    return optimizer
+
+
+def moments(optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[str, Tensor]:
+    """What `optimizer` remembers of `parameter` by name, in its shape: the tensors themselves."""
+    return {moment: optimizer.state[parameter][moment] for moment in MOMENTS}
+
+
+def set_num_updates(optimizer: torch.optim.Optimizer, num_updates: int) -> None:
+    """Let `optimizer` go on as after so many updates, which its bias correction counts."""
+    for state in optimizer.state.values():
+        state["step"].fill_(num_updates)
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:

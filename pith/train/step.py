@@ -2,7 +2,7 @@
 
 import math
 import resource
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -36,6 +36,7 @@ class StepResult:
     lr: float
     num_counted: int  # labels that count
     updated: bool  # False: something was not finite and no rank moved
+    stop: bool  # whether any rank was asked to stop
     faulty_ranks: tuple[int, ...]
     load_LE: tuple[tuple[int, ...], ...]  # (token, slot) pairs per layer and expert
     memory_bytes: int  # the peak so far of the rank that needs most
@@ -98,11 +99,18 @@ class Trainer:
         start = self.model.mesh.data_rank(self.world.rank) * size
         return slice(start, start + size)
 
-    def step(self, index: int, batch: Batch, *, watch: Watch = lambda text: None) -> StepResult:
+    def step(
+        self,
+        index: int,
+        batch: Batch,
+        *,
+        watch: Watch = lambda text: None,
+        is_stop_wanted: Callable[[], bool] = lambda: False,
+    ) -> StepResult:
         """Train as step `index`, counted from 0, on this rank's `rows` of a global batch.
 
         `watch` is called with the text of each slot, and with "gather", "reduce" and "optimizer",
-        before it starts.
+        before it starts. `is_stop_wanted` is asked once, late in the step, and the ranks agree.
         """
         model, meter = self.model, RoutingMeter()
         model.stopwatch.lap()  # an evaluation may have gone before
@@ -117,7 +125,7 @@ class Trainer:
             grads = model.parameters.reduce(scale=1.0 / max(1, num_counted))
         squares = sum_of_squares([grads[name] for name in sorted(model.parameters.counted)])
         loss = _sum_losses(execution.losses)
-        totals = self._totals(loss, squares, meter)
+        totals = self._totals(loss, squares, meter, is_stop_wanted=is_stop_wanted())
         grad_norm = math.sqrt(totals.squares) if totals.squares >= 0 else math.nan
         is_finite = math.isfinite(totals.loss) and math.isfinite(totals.squares)
         faulty_ranks = () if is_finite else self._faulty_ranks(loss)
@@ -134,6 +142,7 @@ class Trainer:
             lr=lr,
             num_counted=num_counted,
             updated=is_finite,
+            stop=totals.stop,
             faulty_ranks=faulty_ranks,
             load_LE=totals.load_LE,
             memory_bytes=totals.memory_bytes,
@@ -243,7 +252,9 @@ class Trainer:
         found = world.sum(faulty).nonzero().flatten().tolist()
         return tuple(found or range(world.size))
 
-    def _totals(self, loss: float, squares: float, meter: RoutingMeter) -> "_Totals":
+    def _totals(
+        self, loss: float, squares: float, meter: RoutingMeter, *, is_stop_wanted: bool
+    ) -> "_Totals":
         """Sum what each rank knows over all ranks, in one collective."""
         arch, world = self.model.architecture, self.world
         load_LE = torch.zeros(arch.num_layers, max(1, arch.num_experts), dtype=torch.float64)
@@ -256,7 +267,8 @@ class Trainer:
         seconds = self.model.stopwatch.lap()
         spent = [seconds.get(phase, 0.0) for phase in PHASES]
         mine = torch.tensor(
-            [loss, squares, balance, z, meter.num_records, *spent], dtype=torch.float64
+            [loss, squares, balance, z, meter.num_records, is_stop_wanted, *spent],
+            dtype=torch.float64,
         )
         summed = world.sum(torch.cat([mine, memory, load_LE.flatten()]))
         sums, memory, loads = torch.split(summed, [len(mine), len(memory), load_LE.numel()])
@@ -267,10 +279,11 @@ class Trainer:
             squares=float(sums[1]),
             balance=means[0],
             z=means[1],
+            stop=bool(sums[5]),
             memory_bytes=int(memory.max()),
             communication_seconds={
                 phase: total / world.size
-                for phase, total in zip(PHASES, sums[5:].tolist(), strict=True)
+                for phase, total in zip(PHASES, sums[6:].tolist(), strict=True)
             },
             load_LE=tuple(tuple(row) for row in loads.view(load_LE.shape).long().tolist()),
         )
@@ -282,6 +295,7 @@ class _Totals:
     squares: float
     balance: float | None
     z: float | None
+    stop: bool
     memory_bytes: int
     communication_seconds: dict[str, float]
     load_LE: tuple[tuple[int, ...], ...]

@@ -98,7 +98,7 @@ def test_r14_sample_ids_are_the_same_for_every_world_and_after_every_stop(make_c
     corpus = make_corpus(TEXTS)
     loader = loader_of(corpus, global_batch_size=8)
     steps = 3 * loader.num_train_samples // 8
-    wanted = [loader.batch(step).sample_ids.tolist() for step in range(steps)]
+    wanted = [loader.batch(8 * step).sample_ids.tolist() for step in range(steps)]
     stops = np.random.default_rng(0).integers(1, steps, size=4).tolist()
     for world in (1, 2, 4):
         seen: list[list[int]] = []
@@ -107,7 +107,7 @@ def test_r14_sample_ids_are_the_same_for_every_world_and_after_every_stop(make_c
             share = 8 // world
             ranks = [slice(rank * share, (rank + 1) * share) for rank in range(world)]
             streams = [
-                [again.batch(step, rows=rows) for step in range(first, last)] for rows in ranks
+                [again.batch(8 * step, rows=rows) for step in range(first, last)] for rows in ranks
             ]
             seen += [
                 [sample for part in parts for sample in part.sample_ids.tolist()]
@@ -124,9 +124,18 @@ def test_the_stream_does_not_depend_on_the_batch_size(make_corpus) -> None:
     streams = []
     for size in (1, 3, 4, 12):
         loader = loader_of(corpus, global_batch_size=size)
-        batches = [loader.batch(step) for step in range(48 // size)]
+        batches = [loader.batch(first) for first in range(0, 48, size)]
         streams.append(np.concatenate([batch.tokens_NS for batch in batches]))
     assert all((stream == streams[0]).all() for stream in streams)
+
+
+def test_a_batch_size_changed_on_the_way_goes_on_at_the_same_sample(make_corpus) -> None:
+    corpus = make_corpus(TEXTS)
+    with loader_of(corpus, global_batch_size=3).stream(0, 4) as batches:
+        ids = [sample for batch in batches for sample in batch.sample_ids.tolist()]
+    with loader_of(corpus, global_batch_size=4).stream(12, 3) as batches:
+        ids += [sample for batch in batches for sample in batch.sample_ids.tolist()]
+    assert ids == loader_of(corpus, global_batch_size=24).sample_ids(0).tolist()
 
 
 def test_p08_epochs_after_a_resume_are_those_of_the_uninterrupted_run(make_corpus) -> None:
@@ -163,6 +172,9 @@ def test_p07_exactly_one_batch_trains_and_one_sample_more_needs_another_epoch(ma
     with pytest.raises(RequestError, match=r"found 4 sequences in 1 epochs.*; wanted 8"):
         loader_of(four, epochs=1, **settings).check(2)
     loader_of(four, epochs=2, **settings).check(2)
+    loader_of(four, epochs=2, **settings).check(1, first_sample=4)
+    with pytest.raises(RequestError, match=r"found 8 sequences in 2 epochs.*; wanted 12"):
+        loader_of(four, epochs=2, **settings).check(2, first_sample=4)
     loader_of(four, epochs=None, **settings).check(1000)
     with pytest.raises(RequestError, match=r"found 0 sequences .*; wanted at least 1"):
         loader_of(four, **settings).check(1, num_validation_sequences=1)
@@ -171,13 +183,13 @@ def test_p07_exactly_one_batch_trains_and_one_sample_more_needs_another_epoch(ma
 def test_the_stream_is_the_batches_read_on_one_thread_that_ends(make_corpus) -> None:
     loader = loader_of(make_corpus(TEXTS))
     before = threading.active_count()
-    with loader.stream(2, 5, rows=slice(1, 3)) as batches:
+    with loader.stream(2 * 4, 5, rows=slice(1, 3)) as batches:
         streamed = list(batches)
     with loader.stream(0, 1000) as batches:
         next(batches)
         assert threading.active_count() == before + 1
     assert threading.active_count() == before
-    wanted = [loader.batch(step, rows=slice(1, 3)) for step in range(2, 7)]
+    wanted = [loader.batch(4 * step, rows=slice(1, 3)) for step in range(2, 7)]
     assert len(streamed) == 5
     for got, want in zip(streamed, wanted, strict=True):
         assert (got.tokens_NS == want.tokens_NS).all()
