@@ -176,8 +176,9 @@ def _fault(folder: Path, entry: FileEntry, *, checksums: bool) -> Fault | None:
     path = folder / entry.name
     wanted = f"{entry.size_bytes} bytes"
     try:
-        if path.is_symlink() and path.resolve().parent != folder.resolve():
-            return Fault(str(path), f"a link to {path.resolve()}", "a file inside the folder")
+        target = Path(os.path.realpath(path))
+        if path.is_symlink() and target.parent != Path(os.path.realpath(folder)):
+            return Fault(str(path), f"a link to {target}", "a file inside the folder")
         if not path.is_file():
             return Fault(
                 str(path), "no such file" if not path.exists() else "no plain file", wanted
