@@ -163,7 +163,7 @@ class Shelf:
 
     def discard(self, step: int) -> None:
         """Remove what a save has written so far, as far as that is possible."""
-        with suppress(OSError):
+        with suppress(OSError, ValueError):
             _remove(self.temporary(step))
 
     def set_aside(self, after: int) -> list[tuple[Path, Path]]:

@@ -11,10 +11,11 @@ import typer.main
 
 import pith
 from pith.cli import output
+from pith.cli.checkpoint import checkpoint_app
 from pith.cli.recipe import recipe_app
 from pith.cli.tokenize import tokenize_command
 from pith.cli.train import train_command
-from pith.errors import PithError, RequestError
+from pith.errors import PithError, RequestError, StoppedError
 from pith.launch import environment
 from pith.report import Report
 
@@ -86,6 +87,7 @@ def build() -> typer.Typer:
     app.command("train")(train_command)
     app.command("tokenize")(tokenize_command)
     app.add_typer(recipe_app(), name="recipe")
+    app.add_typer(checkpoint_app(), name="checkpoint")
     return app
 
 
@@ -112,7 +114,9 @@ def _fail(error: PithError, words: Sequence[str], *, debug: bool) -> int:
     report = Report.of_error(_verb(words), error)
     if "--json" in words and error.code != output.UNPRINTED:
         output.emit(report, json=True, out=None, text="")
-    if not isinstance(error, InterruptedRunError):
+    if isinstance(error, StoppedError):
+        output.say(str(error))  # what was saved is no error, and has no traceback
+    elif not isinstance(error, InterruptedRunError):
         output.say(output.failure_text(error, debug=debug))
     return error.exit_status
 

@@ -1,9 +1,9 @@
 """`pith train`: from a recipe to a trained model, or to its plan with --dry-run."""
 
 import os
-import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -12,10 +12,9 @@ import typer
 from pith.cli import output
 from pith.cli.dry_run import dry_run
 from pith.config import Recipe
-from pith.errors import PithError, RequestError
+from pith.errors import RequestError
 from pith.launch import environment
 from pith.report import Check, Report
-from pith.run.folder import RunFolder
 from pith.run.job import InjectedFault, Job
 
 DeviceName = Literal["auto", "cpu", "cuda"]
@@ -25,12 +24,15 @@ WEEK_S = 7 * 24 * 3600
 
 @dataclass(frozen=True, slots=True)
 class Placing:
-    """Where a run goes: device and backend as asked for, seconds to wait, its folder."""
+    """Where a run goes: device and backend as asked for, seconds to wait, its folder, what it
+    goes on with ("auto", "never" or a path) and what may differ from that."""
 
     device: DeviceName
     backend: BackendName
     timeout_s: float
     run_dir: Path | None
+    resume: str
+    allowed: tuple[str, ...]
 
 
 def _seconds(value: float) -> float:
@@ -64,6 +66,17 @@ def train_command(
     run_dir: Annotated[
         Path | None, typer.Option(metavar="DIR", help="The run folder; by default runs/RECIPE.")
     ] = None,
+    resume: Annotated[
+        str,
+        typer.Option(
+            metavar="auto|never|PATH",
+            help="Go on with the run in its folder, begin anew, or begin with a checkpoint.",
+        ),
+    ] = "auto",
+    allow_change: Annotated[
+        list[str] | None,
+        typer.Option(metavar="A.B", help="Resume although this value differs; repeatable."),
+    ] = None,
     json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
     out: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write the same JSON to this file.")
@@ -79,7 +92,7 @@ def train_command(
             data, text = dry_run(loaded, world_size=num_ranks)
             output.emit(Report("train", data=data), json=json, out=out, text=text)
             return
-        placing = Placing(device, backend, timeout, run_dir)
+        placing = Placing(device, backend, timeout, run_dir, resume, tuple(allow_change or ()))
         debug = context.find_root().obj is True
         summary = _train(loaded, num_ranks, placing, fault=inject_fault, debug=debug)
         if summary is not None:
@@ -117,40 +130,73 @@ def _train(
     joined = environment.joined(os.environ)
 
     from pith.launch import devices, elastic, worker  # noqa: PLC0415  torch only to train
-    from pith.train import loop  # noqa: PLC0415
+    from pith.train import loop, start  # noqa: PLC0415
 
     device, backend = devices.choose(
         placing.device, backend=placing.backend, num_ranks=1 if joined else num_ranks
     )
-    facts = {"world_size": num_ranks, "device": device, "backend": backend}
-
-    def make_folder() -> Path:
-        place = Path(os.path.abspath(placing.run_dir or Path(recipe.log.directory, recipe.name)))
-        if not place.name:
-            raise RequestError(
-                "run.folder",
-                what="the root of the file system is no run folder",
-                where="--run-dir",
-                next_step="name a folder that can be made",
-            )
-        toml = recipe.to_toml()
-        folder = RunFolder.create(place.parent, place.name, recipe_toml=toml, facts=facts)
-        try:
-            loop.open_data(recipe, work_dir=folder.path, verify=False)  # before GPUs are taken
-        except PithError:
-            shutil.rmtree(folder.path)
-            raise
-        output.say(folder.notice or f"run folder {folder.path}")
-        return folder.path
-
-    run_dir = "" if joined else str(make_folder())
     job = Job(
-        recipe.to_toml(), recipe.name, run_dir, device, backend, placing.timeout_s, debug, fault
+        recipe_toml=recipe.to_toml(),
+        recipe_name=recipe.name,
+        run_dir="",
+        device=device,
+        backend=backend,
+        timeout_s=placing.timeout_s,
+        debug=debug,
+        fault=fault,
     )
-    if joined:
-        os.environ.update(environment.rank_variables(os.environ))
-        return worker.join(loop.run, job, make_folder=make_folder)
-    return elastic.launch(loop.run, job, num_ranks=num_ranks)
+    with ExitStack() as stack:
+        finished: dict[str, Any] = {}
+
+        def begin(job: Job) -> Job | None:
+            """The job in its folder, ours from here on; None where nothing is left to do."""
+            begun = stack.enter_context(
+                start.begun(
+                    recipe,
+                    _place(recipe, placing),
+                    resume=_resume(placing.resume),
+                    allowed=placing.allowed,
+                    facts={"world_size": num_ranks, "device": device, "backend": backend},
+                )
+            )
+            for notice in begun.notices:
+                output.say(notice)
+            if begun.finished is not None:
+                output.say(f"run folder {begun.folder.path}: this run is finished")
+                finished.update(begun.finished)
+                return None
+            checkpoint = str(begun.checkpoint) if begun.checkpoint else None
+            folder = begun.folder
+            return replace(job, run_dir=str(folder.path), run_id=folder.id, checkpoint=checkpoint)
+
+        if joined:
+            os.environ.update(environment.rank_variables(os.environ))
+            summary = worker.join(loop.run, job, begin=begin)
+        elif (placed := begin(job)) is not None:  # before GPUs are taken
+            summary = elastic.launch(loop.run, placed, num_ranks=num_ranks)
+        else:
+            summary = None
+        return finished or summary
+
+
+def _place(recipe: Recipe, placing: Placing) -> Path:
+    """The run folder that was asked for."""
+    place = Path(os.path.abspath(placing.run_dir or Path(recipe.log.directory, recipe.name)))
+    if not place.name:
+        raise RequestError(
+            "run.folder",
+            what="the root of the file system is no run folder",
+            where="--run-dir",
+            next_step="name a folder that can be made",
+        )
+    return place
+
+
+def _resume(text: str) -> Literal["auto", "never"] | Path:
+    match text:
+        case "auto" | "never":
+            return text
+    return Path(text)
 
 
 def _report(summary: Mapping[str, Any]) -> Report:
@@ -160,25 +206,28 @@ def _report(summary: Mapping[str, Any]) -> Report:
 
 def _next_steps(summary: Mapping[str, Any]) -> tuple[str, ...]:
     ranks = f" --nproc {summary['world_size']}" if summary["layout"]["dp"] > 1 else ""
-    longer = f"--set training.steps={2 * summary['steps']}"
+    run_dir, longer = summary["run_dir"], f"--set training.steps={2 * summary['steps']}"
     return (
-        f"pith recipe show {summary['run_dir']}/config.toml{ranks}",
-        f"pith train {summary['run_dir']}/config.toml{ranks} {longer}",
+        f"pith checkpoint inspect {summary['checkpoint']}",
+        f"pith train {run_dir}/config.toml --run-dir {run_dir}{ranks} {longer}",
     )
 
 
 def _text(summary: Mapping[str, Any]) -> str:
     layout = ", ".join(f"{axis} {size}" for axis, size in summary["layout"].items() if size > 1)
-    held_out = summary["validation_loss"]
-    validation = "" if held_out is None else f", validation {held_out:.4f}"
+    first, last, held_out = (
+        "unknown" if loss is None else f"{loss:.4f}"
+        for loss in (summary["first_loss"], summary["last_loss"], summary["validation_loss"])
+    )
+    speed = summary["tokens_per_second"]
     return "\n".join(
         (
             f"{summary['recipe']}: {summary['steps']} steps, {layout or 'one process'},"
             f" {summary['schedule']}",
-            f"loss       {summary['first_loss']:.4f} to {summary['last_loss']:.4f}{validation}",
-            f"speed      {summary['tokens_per_second']:,.0f} tokens per second",
+            f"loss       {first} to {last}, validation {held_out}",
+            f"speed      {'unknown' if speed is None else f'{speed:,.0f}'} tokens per second",
             f"run folder {summary['run_dir']}",
-            f"weights    {summary['checkpoint']}",
+            f"checkpoint {summary['checkpoint']}",
             *(f"next       {step}" for step in _next_steps(summary)),
         )
     )

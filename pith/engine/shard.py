@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.functional import pad
 
 from pith.comm.groups import Groups
-from pith.comm.renamed import all_gather_rows, reduce_scatter_rows
+from pith.comm.renamed import reduce_scatter_rows
 from pith.engine.weight_grads import WeightGrads
 from pith.layer.protocol import Stage
 from pith.plan.mesh import Axis
@@ -57,7 +57,7 @@ class Spread:
 
     def rows(self, num_rows: int) -> range:
         """This rank's share of `num_rows`: cut as torch.chunk does, so the last may be empty."""
-        each = _rows_each(num_rows, self.shard.size())
+        each = -(-num_rows // self.shard.size())
         start = min(num_rows, self.shard.rank() * each)
         return range(start, min(num_rows, start + each))
 
@@ -184,15 +184,6 @@ class Parameters:
         for master in self.masters.values():
             master.grad = None
 
-    def whole(self, name: str) -> Tensor:
-        """The whole master; of stacked experts those of this ep rank. May be the master itself.
-
-        Every rank of the shard group calls it. DTensor's own full_tensor does not do: its mesh may
-        be an equal one of an earlier model in this process, whose groups are closed.
-        """
-        master, shard = self.masters[name], self._unit_of[name].spread.shard
-        return join_rows(master, len(self._sharded[name]), group=shard)
-
     def _is_in_place(self, name: str, parameter: Tensor) -> bool:
         """Whether FSDP still stores this shard where its master lies."""
         if name not in self.masters:  # a tied head beside its embedding
@@ -262,26 +253,6 @@ def _shard(
             canonical = {EMBEDDING if borrowed and own == HEAD else own: own for own in mine}
             fully_shard(module, mesh=spread.mesh, mp_policy=policy, ignored_params=ignored)
             yield _Unit(cast(FSDPModule, module), stage, spread, first_row, canonical)
-
-
-def join_rows(rows: Tensor, num_rows: int, *, group: dist.ProcessGroup) -> Tensor:
-    """The `num_rows` rows [num_rows, ...] that the ranks of `group` hold, in their order.
-
-    They are cut as by `Spread.rows`. In a group of one these are `rows` themselves.
-    """
-    if group.size() == 1:
-        return rows
-    each = _rows_each(num_rows, group.size())
-    padded = rows.new_zeros(each, *rows.shape[1:])
-    padded[: len(rows)] = rows
-    whole = rows.new_empty(each * group.size(), *rows.shape[1:])
-    all_gather_rows(whole, padded, group=group)
-    return whole[:num_rows]
-
-
-def _rows_each(num_rows: int, num_ranks: int) -> int:
-    """Rows of every rank but the last ones, which have what is left."""
-    return -(-num_rows // num_ranks)
 
 
 def _local(parameter: DTensor) -> Tensor:

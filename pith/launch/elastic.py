@@ -7,8 +7,8 @@ import shutil
 import signal
 import threading
 import uuid
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import suppress
+from multiprocessing.process import BaseProcess
 
 import torch
 import torch._dynamo  # the first optimizer imports it: once here, not in every rank
@@ -20,36 +20,41 @@ from pith.errors import RunFailedError
 from pith.launch import failures
 from pith.launch.worker import Summary, Train, entry
 from pith.run.job import Job
+from pith.run.progress import Progress
+from pith.run.stop import StopRequest
 
 # How long a rank may take to end once another one has failed.
 GRACE_S = 5.0
-POLL_S = 0.2
-STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+POLL_S = 0.05
+AT_ONCE = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
 
 def launch(train: Train, job: Job, *, num_ranks: int) -> Summary:
-    """Run `train(job)` on `num_ranks` new processes and return what rank 0 returned.
+    """Run `train(job, stop)` on `num_ranks` new processes and return what rank 0 returned.
 
-    The first failure ends all of them. Raises the PithError that a rank raised, RankFailedError
-    with the rank's own traceback for any other exception, RunFailedError for a rank that was
-    killed or went silent, KeyboardInterrupt when interrupted.
+    SIGTERM and SIGUSR1 are passed on to the ranks, which may take any time to save and stop. The
+    first failure ends all of them. Raises the PithError that a rank raised, RankFailedError with
+    the rank's own traceback for any other exception, RunFailedError for a rank that was killed or
+    went silent, KeyboardInterrupt when interrupted.
     """
     _silence_elastic()
     shutil.rmtree(job.failures_dir, ignore_errors=True)
     job.failures_dir.mkdir(parents=True)
-    done = threading.Event()
-    with _signals_noted() as stopped_by:
-        threading.Thread(target=_end_ranks, args=(job, done, stopped_by), daemon=True).start()
+    ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN  # by nohup
+    at_once = [number for number in AT_ONCE if number != signal.SIGHUP or not ignored]
+    with StopRequest.listening() as gentle, StopRequest.listening(at_once) as end:
+        watch = _Watch(job, num_ranks, gentle, end)
+        threading.Thread(target=watch.run, daemon=True).start()
         try:
             returned = elastic_launch(_config(job, num_ranks), entry)(train, job)
         except ChildFailedError as error:
-            if not stopped_by:
+            if end.signal is None:
                 codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
                 raise failures.verdict(job, exit_codes=codes, num_ranks=num_ranks) from None
         finally:
-            done.set()
-    if stopped_by:
-        raise _stopped(stopped_by[0])
+            watch.done.set()
+    if end.signal is not None:
+        raise _stopped(end.signal)
     shutil.rmtree(job.failures_dir, ignore_errors=True)
     summary: Summary = returned[0]
     return summary
@@ -82,37 +87,60 @@ def _config(job: Job, num_ranks: int) -> LaunchConfig:
     )
 
 
-@contextmanager
-def _signals_noted() -> Iterator[list[signal.Signals]]:
-    """Note what asks the launch to stop, and raise nothing.
+class _Watch:
+    """What goes on beside elastic until the launch is done: signals are passed on, and the ranks
+    killed where they would outlive the first failure by long."""
 
-    A handler that raises, as elastic's own does, is lost where it runs inside a hook of fork.
+    def __init__(self, job: Job, num_ranks: int, gentle: StopRequest, end: StopRequest) -> None:
+        self.done = threading.Event()
+        self._job = job
+        self._gentle = gentle
+        self._end = end
+        self._not_told = set(range(num_ranks))
+        self._ranks: set[BaseProcess] = set()
+
+    def run(self) -> None:
+        """Watch until `done`. A rank may be started while others are killed: hence the loop."""
+        while not self.done.wait(POLL_S):
+            self._ranks.update(multiprocessing.active_children())
+            if self._end.signal is None:
+                if not self._failed():
+                    self._pass_on()
+                    continue
+                # A rank in a collective cannot hear the SIGTERM that elastic sends it.
+                self.done.wait(GRACE_S)
+            for process in () if self.done.is_set() else multiprocessing.active_children():
+                process.kill()
+
+    def _failed(self) -> bool:
+        """Whether a rank has left word of its failure, or has died."""
+        if any(self._job.failures_dir.glob("rank-*.json")):
+            return True
+        return any(map(_ended_badly, self._ranks))
+
+    def _pass_on(self) -> None:
+        """Tell each rank once that it is to stop, as soon as it listens: when it has begun."""
+        if self._gentle.signal is None:
+            return
+        pids = {process.pid for process in self._ranks}
+        for rank in sorted(self._not_told):
+            position = Progress.read(self._job.progress_path(rank))
+            if position is not None and position.pid in pids:
+                with suppress(ProcessLookupError):
+                    os.kill(position.pid, self._gentle.signal)
+                self._not_told.remove(rank)
+
+
+def _ended_badly(process: BaseProcess) -> bool:
+    """Whether `process` has ended otherwise than with status 0.
+
+    Elastic is to reap it: where two threads do, an exit code can be lost.
     """
-    noted: list[signal.Signals] = []
-    handlers = {
-        number: signal.signal(number, lambda caught, _: noted.append(signal.Signals(caught)))
-        for number in STOPPING
-        if signal.getsignal(number) is not signal.SIG_IGN or number != signal.SIGHUP  # nohup
-    }
     try:
-        yield noted
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-
-
-def _end_ranks(job: Job, done: threading.Event, stopped_by: list[signal.Signals]) -> None:
-    """Kill the ranks when the launch is to stop, or when they outlive the first failure by long.
-
-    A stopped rank ignores SIGTERM. A rank may be started while others are killed: hence the loop.
-    """
-    while not done.wait(POLL_S):
-        if not stopped_by and any(job.failures_dir.glob("rank-*.json")):
-            done.wait(GRACE_S)
-        elif not stopped_by:
-            continue
-        for process in () if done.is_set() else multiprocessing.active_children():
-            process.kill()
+        ended = os.waitid(os.P_PID, process.pid or 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:  # elastic has
+        return bool(process.exitcode)
+    return ended is not None and ended.si_status != 0
 
 
 def _stopped(number: signal.Signals) -> BaseException:

@@ -10,7 +10,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from pith.errors import Fault, PithError, RequestError, RunFailedError, UnavailableError
+from pith.errors import (
+    Fault,
+    PithError,
+    RequestError,
+    RunFailedError,
+    StoppedError,
+    UnavailableError,
+)
 from pith.run.job import Job
 from pith.run.progress import Progress
 
@@ -27,7 +34,9 @@ OUT_OF_MEMORY = re.compile(
 )
 # Written when a rank starts, so that its last word needs no space on a disk that is full.
 RESERVED_BYTES = 32 * 1024
-KINDS = (RequestError, UnavailableError, RunFailedError)
+KINDS = (RequestError, UnavailableError, RunFailedError, StoppedError)
+# With which a rank ends that has left word, or could not.
+LEFT_STATUS = 1
 
 
 class RankFailedError(PithError):
@@ -45,6 +54,11 @@ class Failure:
     trace: str
     error: dict[str, Any] | None = None
 
+    @property
+    def is_stop(self) -> bool:
+        """Whether the rank was asked to stop, and did so after all ranks had saved."""
+        return self.error is not None and self.error["status"] == StoppedError.exit_status
+
 
 def describe(error: BaseException, *, rank: int, job: Job) -> Failure:
     """The failure of `rank` as a value that survives the process.
@@ -53,7 +67,7 @@ def describe(error: BaseException, *, rank: int, job: Job) -> Failure:
     """
     fields = None
     trace = "".join(traceback.format_exception(error)).rstrip()
-    communication = is_communication(error)
+    communication = is_communication(error) and not isinstance(error, StoppedError)
     if is_out_of_memory(error):
         communication = False
         error = RunFailedError(
@@ -127,14 +141,18 @@ def verdict(job: Job, *, exit_codes: Mapping[int, int], num_ranks: int) -> PithE
 
     `exit_codes` holds what the launcher saw first: rank to exit code, negative for a signal. A
     rank that ended and left no word comes first (except by SIGABRT, with which NCCL ends a
-    victim), then the earliest failure of a rank's own, then a rank that went silent, and last a
-    failure in communication.
+    victim), then the earliest failure of a rank's own, then that the ranks stopped when asked to,
+    then a rank that went silent, and last a failure in communication.
     """
     failures = read(job.failures_dir)
     told = {failure.rank for failure in failures}
     own = [failure for failure in failures if not failure.communication]
+    own.sort(key=lambda failure: failure.is_stop)
+    # One that stopped as the others did may have found no space for its word.
+    excused = {-signal.SIGABRT} if own else set()
+    excused |= {LEFT_STATUS} if own and own[0].is_stop else set()
     for rank, code in exit_codes.items():
-        if rank not in told and not (own and code == -signal.SIGABRT):
+        if rank not in told and code not in excused:
             return _lost(job, rank=rank, code=code)
     if own:
         return raised(job, own[0])
@@ -154,7 +172,8 @@ def raised(job: Job, failure: Failure) -> PithError:
         )
     else:
         error = _rebuilt(dict(failure.error))
-    error.add_note(failure.trace)
+    if not failure.is_stop:  # where a rank stood when it stopped is of no interest
+        error.add_note(failure.trace)
     return error
 
 

@@ -1,4 +1,8 @@
-"""What one rank does: join the process group, train, leave; and how it leaves when it fails."""
+"""What one rank does: join the process group, train, leave; and how it leaves when it fails.
+
+A rank listens for signals that ask it to save and stop until its process ends: what launched it
+sends SIGTERM to those that outlive the first one, and they still have to say how they ended.
+"""
 
 import os
 import re
@@ -9,18 +13,19 @@ from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 
-from pith.errors import PithError, RunFailedError
+from pith.errors import PithError, RunFailedError, StoppedError
 from pith.launch import failures
 from pith.run.job import Job
 from pith.run.progress import Progress
+from pith.run.stop import StopRequest
 
 Summary = dict[str, Any]
-Train = Callable[[Job], Summary | None]
+Train = Callable[[Job, StopRequest], Summary | None]
 
 # A rank that was left alone in a collective lets the culprit speak first.
 VICTIM_WAIT_S = 1.0
@@ -28,9 +33,11 @@ VICTIM_WAIT_S = 1.0
 
 def entry(train: Train, job: Job) -> Summary | None:
     """The main function of a worker that pith started itself. A failure never returns."""
-    # A forked child inherits handlers that raise in Python, which a blocked collective never runs.
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGQUIT):
+    # A forked child inherits handlers, which a blocked collective never runs.
+    for number in (signal.SIGINT, signal.SIGQUIT):
         signal.signal(number, signal.SIG_DFL)
+    stop = StopRequest()
+    stop.listen()  # before the progress file tells the launcher so
     os.dup2(2, 1)  # stdout belongs to the report of the parent
     if job.device == "cpu" and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(threads(int(os.environ["LOCAL_WORLD_SIZE"])))
@@ -42,9 +49,9 @@ def entry(train: Train, job: Job) -> Summary | None:
     try:
         failures.reserve(job.failures_dir, rank=rank)
         Progress(job.progress_path(rank)).set(0, "start")
-        await_peers(job, num_ranks=int(os.environ["LOCAL_WORLD_SIZE"]))
+        await_peers(job, stop, num_ranks=int(os.environ["LOCAL_WORLD_SIZE"]))
         _join_group(job)
-        return _train(train, job)
+        return _train(train, job, stop)
     except BaseException as error:
         failure = failures.describe(error, rank=rank, job=job)
         try:
@@ -54,19 +61,27 @@ def entry(train: Train, job: Job) -> Summary | None:
             print(text, file=sys.stderr)
         if failure.communication:
             time.sleep(VICTIM_WAIT_S)
-        sys.stdout.flush()
-        sys.stderr.flush()
-        # Neither the collectives nor the peers are waited for: the launcher ends them.
-        os._exit(1)
+        _leave(failures.LEFT_STATUS)
 
 
-def await_peers(job: Job, *, num_ranks: int) -> None:
-    """Wait until every rank has been started; the launcher ends this one if another cannot be.
+def _leave(status: int) -> NoReturn:
+    """End this process, waiting neither for collectives nor for peers: the launcher ends them."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+def await_peers(job: Job, stop: StopRequest, *, num_ranks: int) -> None:
+    """Wait until every rank has been started. Raises StoppedError when asked to stop before that,
+    as the launcher asks when another rank cannot be started.
 
     A fork copies the locks that other threads of the parent hold, and its store takes that of the
     resolver for every rank that connects: a rank forked just then never finds its host.
     """
     while not all(job.progress_path(rank).exists() for rank in range(num_ranks)):
+        if stop.signal is not None:
+            what = f"stopped by {stop.signal.name} before the first step"
+            raise StoppedError("run.stopped", what=what, next_step="run again")
         time.sleep(0.01)
 
 
@@ -74,15 +89,22 @@ def join(train: Train, job: Job, *, make_folder: Callable[[], Path]) -> Summary 
     """The main function of a process that is already a rank of an outer job.
 
     Rank 0 makes the run folder and tells the others. Raises a PithError of this rank as it is, and
-    RankFailedError for any other exception.
+    RankFailedError for any other exception. When a signal stopped all ranks, only rank 0 raises:
+    the others end here with the same status, and it speaks for them.
     """
     rank = int(os.environ["RANK"])
+    stop = StopRequest()
+    stop.listen()
     try:
         _meet(job)
         folder = [str(make_folder())] if rank == 0 else [""]
         dist.broadcast_object_list(folder, src=0)
         job = replace(job, run_dir=folder[0])
-        return _train(train, job)
+        return _train(train, job, stop)
+    except StoppedError as error:
+        if rank == 0:
+            raise
+        _leave(error.exit_status)
     except Exception as error:
         failure = failures.describe(error, rank=rank, job=job)
         if failure.communication:
@@ -108,8 +130,8 @@ def _meet(job: Job) -> None:
         ) from error
 
 
-def _train(train: Train, job: Job) -> Summary | None:
-    summary = train(job)
+def _train(train: Train, job: Job, stop: StopRequest) -> Summary | None:
+    summary = train(job, stop)
     dist.destroy_process_group()
     return summary
 

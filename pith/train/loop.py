@@ -1,45 +1,50 @@
-"""A training run, as one rank lives it: data, steps, validation, metrics, final weights."""
+"""A training run, as one rank lives it: data, steps, validation, metrics, checkpoints."""
 
 import math
 import os
 import statistics
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
-from pith.checkpoint.weights import begin, commit, save_part, temporary_folder
+from pith.checkpoint.manifest import Manifest, Position, faults, read
+from pith.checkpoint.saver import Saver, open_group
 from pith.comm.world import World
 from pith.config import Recipe
-from pith.data.loader import Batch, Loader, prepare
-from pith.errors import RunFailedError
+from pith.data.loader import Batch, Loader
+from pith.errors import RunFailedError, StoppedError
 from pith.ops.cross_entropy import NOT_COUNTED
-from pith.plan.flops import mfu, peak_bf16_flops
-from pith.run.console import StepConsole
 from pith.run.folder import RunFolder
 from pith.run.job import Job
-from pith.run.metrics import MetricsLog, StepMetrics
+from pith.run.metrics import read_steps
 from pith.run.progress import Progress
+from pith.run.stop import StopRequest
 from pith.run.trace import write_trace
 from pith.schedule.table import Kind
 from pith.train.build import build
 from pith.train.fault import FaultSite
+from pith.train.log import Log
+from pith.train.start import damaged, open_data, shelf_of
+from pith.train.state import START, after, manifest_of, pieces, restore
 from pith.train.step import StepResult, Trainer
-from pith.train.whole import whole_weights
 
 Summary = dict[str, Any]
 
 
-def run(job: Job) -> Summary | None:
+def run(job: Job, stop: StopRequest) -> Summary | None:
     """Train as `job` says, as the rank that the process group makes of this process.
 
-    Returns the summary on rank 0, None elsewhere. Raises RequestError for a corpus that does not
-    serve, RunFailedError when the run goes wrong.
+    Returns the summary on rank 0, None elsewhere. Raises RequestError for a corpus or a checkpoint
+    that does not serve, RunFailedError when the run goes wrong, StoppedError on every rank once
+    `stop` was asked of any and a checkpoint is saved.
     """
     world = World.joined(
         _device(job), backend=job.backend, timeout=timedelta(seconds=job.timeout_s)
@@ -48,138 +53,235 @@ def run(job: Job) -> Summary | None:
     if recipe.training.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS asks for it
     torch.use_deterministic_algorithms(recipe.training.deterministic)
-    if world.rank == 0:
-        begin(_weights_folder(job, recipe)).rmdir()  # refused now, not after the last step
     world.agree("recipe", job.recipe_toml)
-    loader = open_data(recipe, work_dir=Path(job.run_dir), verify=world.rank == 0)
+    group = open_group(world)
+    manifest = _checkpoint(job, recipe, world, group)
+    position = manifest.position if manifest is not None else START
+    folder = folder_of(job)
+    loader = open_data(recipe, work_dir=folder.path, verify=world.rank == 0, position=position)
     world.agree("corpus", loader.fingerprint)
-    trainer = Trainer(recipe, world, build(recipe, world, headers=job.debug))
+    model = build(recipe, world, headers=job.debug, empty=manifest is not None)
+    if manifest is not None and job.checkpoint is not None:
+        source = Path(job.checkpoint)
+        world.together(lambda: restore(model, source, manifest), group=group)
+    trainer = Trainer(recipe, world, model)
+    here = _Whereabouts(job, trainer)
     with ExitStack() as stack:
-        log = stack.enter_context(Log(job, recipe, world))
-        stream = loader.stream(0, recipe.training.steps, rows=trainer.rows)
-        batches = stack.enter_context(stream)
-        here = _Whereabouts(job, trainer)
-        _train(here, trainer, log, loader, iter(batches))
-        validation = _validate(here, trainer, log, loader)
-        return _finish(job, trainer, log, validation)
-
-
-def open_data(recipe: Recipe, *, work_dir: Path, verify: bool) -> Loader:
-    """The run's data, checked before the first step. Raises RequestError where it cannot serve.
-
-    A text is tokenized under `work_dir`, once. `verify` reads a whole corpus against its checksums.
-    """
-    corpus = prepare(recipe.data.corpus, work_dir=work_dir / "corpus", verify=verify)
-    corpus.check_vocabulary(recipe.architecture.vocab_size)
-    loader = Loader(
-        corpus,
-        sequence_length=recipe.training.sequence_length,
-        global_batch_size=recipe.training.global_batch_size,
-        seed=recipe.data.seed,
-        validation_fraction=recipe.data.validation,
-        packing=recipe.data.packing,
-        epochs=recipe.data.epochs,
-    )
-    loader.check(recipe.training.steps)
-    return loader
-
-
-class Log:
-    """Everything that a run tells; only rank 0 speaks."""
-
-    def __init__(self, job: Job, recipe: Recipe, world: World) -> None:
-        self._recipe = recipe
-        self._world = world
-        self._speaks = world.rank == 0
-        self._metrics = MetricsLog(folder_of(job).metrics) if self._speaks else None
-        self._console = StepConsole(recipe.training.steps)
-        self.steps: list[StepMetrics] = []
-        length = recipe.training.sequence_length
-        architecture = recipe.architecture
-        self._flops = {
-            "mfu_causal": architecture.flops_per_token(length, causal=True),
-            "mfu_full": architecture.flops_per_token(length, causal=False),
-        }
-
-    def __enter__(self) -> "Log":
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        if self._metrics is not None:
-            self._metrics.close()
-
-    def step(self, index: int, result: StepResult, seconds: float) -> None:
-        """Write down one step."""
-        tokens = self._recipe.batch(self._world.size).tokens_per_step
-        metrics = StepMetrics(
-            step=index + 1,
-            loss=result.loss,
-            balance_loss=result.balance_loss,
-            z_loss=result.z_loss,
-            grad_norm=result.grad_norm,
-            lr=result.lr,
-            tokens=tokens,
-            step_seconds=seconds,
-            tokens_per_second=tokens / seconds,
-            memory_bytes=result.memory_bytes,
-            communication_seconds=self._communication(result),
-            expert_load={str(layer): row for layer, row in enumerate(result.load_LE) if any(row)},
-            **self._utilisation(tokens / seconds),
+        log = stack.enter_context(Log(folder.metrics, recipe, world))
+        saver = Saver(
+            shelf_of(recipe, folder),
+            pieces(model),
+            world=world,
+            group=group,
+            keep=recipe.checkpoint.keep,
+            asynchronous=recipe.checkpoint.asynchronous,
+            phase=here.begin_part_of_save,
         )
-        self.steps.append(metrics)
-        if self._metrics is not None:
-            self._metrics.step(metrics)
-            if index % self._recipe.log.every == 0 or index + 1 == self._recipe.training.steps:
-                self._console.step(metrics)
+        stack.enter_context(saver)
+        steps_left = recipe.training.steps - position.step
+        stream = loader.stream(position.samples, steps_left, rows=trainer.rows)
+        batches = stack.enter_context(stream)
+        rank = _Rank(job, trainer, loader, log, saver, here, stop, position)
+        rank.train(batches)
+        return rank.finish()
 
-    def event(self, name: str, text: str, **fields: object) -> None:
-        """Write down something that happened between steps."""
-        if self._metrics is not None:
-            self._metrics.event(name, **fields)
-            self._console.say(text)
 
-    def _communication(self, result: StepResult) -> Mapping[str, float] | None:
-        """What the host measured, which says nothing of collectives that run on the device."""
-        return None if self._world.backend == "nccl" else result.communication_seconds
+def folder_of(job: Job) -> RunFolder:
+    """The run folder that was made for `job`."""
+    return RunFolder(path=Path(job.run_dir), id=job.run_id)
 
-    def _utilisation(self, tokens_per_second: float) -> dict[str, float | None]:
-        device = self._world.device
-        name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-        return {
-            key: mfu(
-                tokens_per_second,
-                flops_per_token=flops,
-                peak_flops=peak_bf16_flops(name),
-                num_devices=self._world.size,
+
+def _checkpoint(
+    job: Job, recipe: Recipe, world: World, group: dist.ProcessGroup
+) -> Manifest | None:
+    """What the checkpoint to resume from says, its files compared with it by all ranks together.
+
+    Raises RequestError on every rank where a file is not what was saved.
+    """
+    if job.checkpoint is None:
+        return None
+    folder = Path(job.checkpoint)
+    manifest = read(folder)
+    world.agree("checkpoint", manifest.model_dump_json())
+    names = [entry.name for entry in manifest.files][world.rank :: world.size]
+    checksums = recipe.checkpoint.verify
+    found = world.together(
+        lambda: faults(folder, manifest, checksums=checksums, names=names), group=group
+    )
+    if any(found):
+        raise damaged(folder, [fault for part in found for fault in part])
+    return manifest
+
+
+@dataclass(slots=True)
+class _Rank:
+    """One rank between its first step and its last."""
+
+    job: Job
+    trainer: Trainer
+    loader: Loader
+    log: Log
+    saver: Saver
+    here: "_Whereabouts"
+    stop: StopRequest
+    position: Position  # after the last step that was taken
+
+    @property
+    def recipe(self) -> Recipe:
+        return self.trainer.recipe
+
+    def train(self, batches: Iterator[Batch]) -> None:
+        """Take the steps that are left, saving as the recipe says and when asked to stop."""
+        validation, checkpoint = self.recipe.validation, self.recipe.checkpoint
+        first, steps = self.position.step, self.recipe.training.steps
+        for index in range(first, steps):
+            result = self._step(next(batches), is_first=index == first)
+            is_last = index + 1 == steps
+            if _is_due(index + 1, every=validation.every) and not (is_last or result.stop):
+                self.validate()
+            if is_last or result.stop or _is_due(index + 1, every=checkpoint.every):
+                self._save()
+            if result.stop:
+                self._tell(self.saver.wait())
+                raise self._stopped()
+
+    def validate(self) -> float | None:
+        """The mean loss over the validation sequences; None where none are held out."""
+        self.here.begin_slot("validation")
+        trainer, loader = self.trainer, self.loader
+        num_sequences = min(self.recipe.validation.num_sequences, loader.num_validation_samples)
+        if num_sequences == 0:
+            return None
+        total, num_counted = 0.0, 0
+        for batch in batches_of(loader.validation(num_sequences), self.recipe):
+            total += trainer.evaluate(batch.take(trainer.rows))
+            num_counted += batch.num_counted
+        loss = total / max(1, num_counted)
+        text = f"validation loss {loss:.4f} over {num_sequences} sequences"
+        self.log.event("validation", text, step=self.position.step, validation_loss=loss)
+        return loss
+
+    def finish(self) -> Summary | None:
+        """Validate once more and say how it went: on rank 0, which leaves it in the run folder."""
+        validation = self.validate()
+        if validation is not None:
+            _require_finite("validation loss", validation)
+        self._tell(self.saver.wait())
+        if self.trainer.world.rank != 0:
+            return None
+        _require_finite("loss of the last step", self.position.last_loss)
+        summary = self._summary(validation)
+        folder_of(self.job).finish(summary)
+        return summary
+
+    def _step(self, batch: Batch, *, is_first: bool) -> StepResult:
+        index, start = self.position.step, time.perf_counter()
+        self.here.begin(index + 1)
+        if is_first:
+            _assert_same_data(self.trainer, batch)
+        result = self.trainer.step(
+            index,
+            batch,
+            watch=self.here.begin_slot,
+            is_stop_wanted=lambda: self.stop.signal is not None,
+        )
+        _synchronise(self.trainer.world.device)
+        sample_ids = self.loader.sample_ids(self.position.samples)
+        self.position = after(self.position, result, num_samples=len(sample_ids))
+        seconds = time.perf_counter() - start
+        self.log.step(self.position, result, seconds=seconds, sample_ids=sample_ids)
+        if is_first:
+            write_trace(self.here.trace, self.trainer.world.rank, [" ".join(result.slots)])
+        self._tell(self.saver.check())
+        self._report_unusual(result)
+        return result
+
+    def _report_unusual(self, result: StepResult) -> None:
+        """Tell of a step without labels, or one that moved no weight; stop where asked to."""
+        step, training = self.position.step, self.recipe.training
+        if result.num_counted == 0:
+            self.log.event("nothing_counted", f"step {step}: no label counts", step=step)
+        if result.updated:
+            return
+        ranks = ", ".join(str(rank) for rank in result.faulty_ranks)
+        culprit = "a gradient" if math.isfinite(result.loss) else f"loss {result.loss}"
+        text = f"step {step}: {culprit} is not finite on rank {ranks}"
+        self.log.event("non_finite", f"{text}; weights kept", step=step, ranks=result.faulty_ranks)
+        if training.non_finite == "stop" or self.position.skips > training.max_skips:
+            raise RunFailedError(
+                "run.non-finite",
+                what=text,
+                found=f"{self.position.skips} such steps in a row",
+                wanted="finite values",
+                next_step="lower optimizer.lr, or --set training.non_finite=skip to pass over them",
             )
-            for key, flops in self._flops.items()
+
+    def _save(self) -> None:
+        """Save where the run stands; with `asynchronous` only the copy is waited for."""
+        self.here.begin_slot("save")
+        start, step = time.perf_counter(), self.position.step
+        manifest = manifest_of(
+            self.position,
+            job=self.job,
+            recipe=self.recipe,
+            mesh=self.trainer.model.mesh,
+            loader=self.loader,
+        )
+        self._tell(self.saver.save(manifest))
+        seconds = time.perf_counter() - start
+        text = f"checkpoint {self._folder.name}: training stood still for {seconds:.2f} s"
+        self.log.event(
+            "checkpoint", text, step=step, checkpoint=str(self._folder), stall_seconds=seconds
+        )
+
+    @property
+    def _folder(self) -> Path:
+        """The checkpoint of this position."""
+        return shelf_of(self.recipe, folder_of(self.job)).folder(self.position.step)
+
+    def _tell(self, notices: Sequence[str]) -> None:
+        for notice in notices:
+            self.log.event("checkpoint_notice", notice, step=self.position.step, text=notice)
+
+    def _stopped(self) -> StoppedError:
+        by = self.stop.signal.name if self.stop.signal is not None else "a signal to another rank"
+        return StoppedError(
+            "run.stopped",
+            what=f"stopped by {by} after step {self.position.step}, which is saved",
+            where=str(self._folder),
+            next_step="run the same command again",
+        )
+
+    def _summary(self, validation: float | None) -> Summary:
+        recipe, model, position = self.recipe, self.trainer.model, self.position
+        metrics = folder_of(self.job).metrics
+        # A run that was resumed after its last step has taken none itself.
+        speeds = self.log.speeds or [line["tokens_per_second"] for line in read_steps(metrics)]
+        routing = self.trainer.routing
+        mesh = model.mesh
+        return {
+            "recipe": self.job.recipe_name,
+            "layout": {"pp": mesh.pp, "dp": mesh.dp, "cp": mesh.cp, "ep": mesh.ep},
+            "world_size": self.trainer.world.size,
+            "schedule": model.table.name,
+            "steps": position.step,
+            "first_loss": position.first_loss,
+            "last_loss": position.last_loss,
+            "validation_loss": validation,
+            "tokens_per_second": statistics.median(speeds) if speeds else None,
+            "run_dir": self.job.run_dir,
+            "checkpoint": str(self._folder),
+            "operators": model.operators.names(),
+            "exchange": recipe.exchange_name,
+            "routing": routing.name if routing is not None else "learned",
         }
 
 
-def _train(
-    here: "_Whereabouts", trainer: Trainer, log: Log, loader: Loader, batches: Iterator[Batch]
-) -> None:
-    training = trainer.recipe.training
-    every = trainer.recipe.validation.every
-    num_skips = 0
-    for index in range(training.steps):
-        start = time.perf_counter()
-        here.begin(index + 1)
-        batch = next(batches)
-        if index == 0:
-            _assert_same_data(trainer, batch)
-        result = trainer.step(index, batch, watch=here.begin_slot)
-        _synchronise(trainer.world.device)
-        log.step(index, result, time.perf_counter() - start)
-        if index == 0:
-            write_trace(here.trace, trainer.world.rank, [" ".join(result.slots)])
-        if result.num_counted == 0:
-            log.event("nothing_counted", f"step {index + 1}: no label counts", step=index + 1)
-        num_skips = 0 if result.updated else num_skips + 1
-        if not result.updated:
-            _report_non_finite(log, index, result, num_skips, trainer.recipe)
-        if every and (index + 1) % every == 0 and index + 1 < training.steps:
-            _validate(here, trainer, log, loader)
+def _assert_same_data(trainer: Trainer, batch: Batch) -> None:
+    """The ranks that work on the same samples read the same. Raises RunFailedError."""
+    world = trainer.world
+    peers = trainer.model.mesh.peers(world.rank, "pp", "cp")
+    world.agree("data of the first step", batch.digest(), among=peers)
 
 
 class _Whereabouts:
@@ -203,49 +305,16 @@ class _Whereabouts:
         names = {kind.value: "backward" for kind in Kind} | {Kind.F.value: "forward"}
         self._site.reach(names.get(text[0], text), self._step)
 
+    def begin_part_of_save(self, name: str, step: int) -> None:
+        """A part of saving what `step` left, perhaps while later steps are taken."""
+        self._site.reach(name, step)
+
     def _begin_exchange(self, phase: str) -> None:
         self._site.reach(phase, self._step)
 
 
-def _assert_same_data(trainer: Trainer, batch: Batch) -> None:
-    """The ranks that work on the same samples read the same. Raises RunFailedError."""
-    world = trainer.world
-    peers = trainer.model.mesh.peers(world.rank, "pp", "cp")
-    world.agree("data of the first step", batch.digest(), among=peers)
-
-
-def _report_non_finite(
-    log: Log, index: int, result: StepResult, num_skips: int, recipe: Recipe
-) -> None:
-    """Tell of a step that moved no weight; stop where the recipe says so."""
-    ranks = ", ".join(str(rank) for rank in result.faulty_ranks)
-    culprit = "a gradient" if math.isfinite(result.loss) else f"loss {result.loss}"
-    text = f"step {index + 1}: {culprit} is not finite on rank {ranks}"
-    log.event("non_finite", f"{text}; weights kept", step=index + 1, ranks=result.faulty_ranks)
-    if recipe.training.non_finite == "stop" or num_skips > recipe.training.max_skips:
-        raise RunFailedError(
-            "run.non-finite",
-            what=text,
-            found=f"{num_skips} such steps in a row",
-            wanted="finite values",
-            next_step="lower optimizer.lr, or --set training.non_finite=skip to pass over them",
-        )
-
-
-def _validate(here: _Whereabouts, trainer: Trainer, log: Log, loader: Loader) -> float | None:
-    """The mean loss over the validation sequences; None where none are held out."""
-    here.begin_slot("validation")
-    num_sequences = min(trainer.recipe.validation.num_sequences, loader.num_validation_samples)
-    if num_sequences == 0:
-        return None
-    total, num_counted = 0.0, 0
-    for batch in batches_of(loader.validation(num_sequences), trainer.recipe):
-        total += trainer.evaluate(batch.take(trainer.rows))
-        num_counted += batch.num_counted
-    loss = total / max(1, num_counted)
-    text = f"validation loss {loss:.4f} over {num_sequences} sequences"
-    log.event("validation", text, step=len(log.steps), validation_loss=loss)
-    return loss
+def _is_due(step: int, *, every: int) -> bool:
+    return every > 0 and step % every == 0
 
 
 def batches_of(sequences: Batch, recipe: Recipe) -> Iterator[Batch]:
@@ -260,62 +329,14 @@ def batches_of(sequences: Batch, recipe: Recipe) -> Iterator[Batch]:
         yield Batch(sequences.tokens_NS[rows], labels_NS, sequences.sample_ids[rows])
 
 
-def _finish(job: Job, trainer: Trainer, log: Log, validation: float | None) -> Summary | None:
-    """Save the weights and say how it went."""
-    world, recipe, model = trainer.world, trainer.recipe, trainer.model
-    if validation is not None:
-        _require_finite("validation loss", validation)
-    folder = _weights_folder(job, recipe)
-    if world.rank == 0:
-        begin(folder)
-    whole = whole_weights(model, world.rank)
-    world.barrier()
-    save_part(whole, temporary_folder(folder), part=world.rank)
-    world.barrier()
-    if world.rank != 0:
-        return None
-    metadata = {"recipe": job.recipe_name, "step": str(recipe.training.steps)}
-    commit(temporary_folder(folder), folder, num_parts=world.size, metadata=metadata)
-    mesh = model.mesh
-    first, last = log.steps[0], log.steps[-1]
-    _require_finite("loss of the last step", last.loss)
-    return {
-        "recipe": job.recipe_name,
-        "layout": {"pp": mesh.pp, "dp": mesh.dp, "cp": mesh.cp, "ep": mesh.ep},
-        "world_size": world.size,
-        "schedule": model.table.name,
-        "steps": len(log.steps),
-        "first_loss": first.loss,
-        "last_loss": last.loss,
-        "validation_loss": validation,
-        "tokens_per_second": statistics.median(m.tokens_per_second for m in log.steps),
-        "run_dir": job.run_dir,
-        "checkpoint": str(folder),
-        "operators": model.operators.names(),
-        "exchange": recipe.exchange_name,
-        "routing": trainer.routing.name if trainer.routing is not None else "learned",
-    }
-
-
-def _require_finite(what: str, value: float) -> None:
-    if not math.isfinite(value):
+def _require_finite(what: str, value: float | None) -> None:
+    if value is None or not math.isfinite(value):
         raise RunFailedError(
             "run.non-finite",
             what=f"the {what} is {value}",
             wanted="a finite value",
             next_step="lower optimizer.lr",
         )
-
-
-def _weights_folder(job: Job, recipe: Recipe) -> Path:
-    """Where the weights of the last step go."""
-    directory = Path(recipe.checkpoint.directory or folder_of(job).checkpoints).absolute()
-    return directory / f"weights-{recipe.training.steps:08d}"
-
-
-def folder_of(job: Job) -> RunFolder:
-    """The run folder that was made for `job`."""
-    return RunFolder(Path(job.run_dir))
 
 
 def _device(job: Job) -> torch.device:

@@ -74,11 +74,22 @@ class Ended:
 
 @pytest.fixture(scope="session")
 def fakes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
-    """Every function of fake_training, run on three processes; none of them outlives its job."""
-    folder = tmp_path_factory.mktemp("fakes")
+    """Every training of fake_training.py that goes wrong by itself, on three processes."""
+    return run_fakes(tmp_path_factory.mktemp("fakes"), asked=False)
+
+
+@pytest.fixture(scope="session")
+def asked(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
+    """Every training of fake_training.py that is asked to stop, on three processes."""
+    return run_fakes(tmp_path_factory.mktemp("asked"), asked=True)
+
+
+def run_fakes(folder: Path, *, asked: bool) -> dict[str, Ended]:
+    """Run them one after another; none of their processes outlives its job."""
     script = Path(__file__).with_name("run_fake.py")
     text = script.with_name("fake_training.py").read_text()
     names = re.findall(r"^def ([a-z]\w*)", text, flags=re.MULTILINE)
+    names = [name for name in names if name.startswith("asked") == asked]
     outcome = finish(start([sys.executable, str(script), str(folder), *names], folder, {}))
     assert outcome.status == 0, outcome.stderr
     assert outcome.survivors == []

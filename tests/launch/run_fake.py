@@ -27,6 +27,8 @@ def main(folder: str, names: list[str]) -> None:
         except PithError as error:
             print(failure_text(error, debug=False), file=sys.stderr)
             status = error.exit_status
+        except KeyboardInterrupt:
+            status = 130
         seconds = time.monotonic() - start
         line = {"name": name, "status": status, "summary": summary, "seconds": seconds}
         print(json.dumps(line), flush=True)

@@ -3,16 +3,20 @@
 import os
 import signal
 import threading
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from pith.errors import RunFailedError
+from pith.errors import RunFailedError, StoppedError
 from pith.launch import elastic
 from pith.launch.worker import await_peers
 from pith.run.job import Job
 from pith.run.progress import Progress
+from pith.run.stop import StopRequest
+from tests.launch import fake_training
 
 LIMIT_S = 15.0
 TIMEOUT_S = 3.0  # of a collective among the ranks of which one is stopped
@@ -74,36 +78,69 @@ def test_a_stopped_rank_is_found_by_the_timeout_and_named(fakes: Any) -> None:
     assert outcome.seconds < TIMEOUT_S + 30
 
 
-def sleeps(job: Job) -> None:
-    signal.pause()
+def test_a_rank_that_is_killed_ends_those_that_do_not_notice_it(fakes: Any) -> None:
+    outcome = fakes["killed_in_rank_2_while_others_sleep"]
+
+    assert outcome.status == 1
+    assert "rank 2 was killed by SIGKILL at step 7" in outcome.stderr
+    assert outcome.seconds < elastic.GRACE_S + 3
 
 
-def test_a_signal_during_the_fork_of_a_rank_is_not_lost(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.fixture
+def at_fork(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Calls what is given to it once, in the process that `side` names, at the second fork."""
+    monkeypatch.setattr(elastic.torch.cuda, "is_available", lambda: False)  # no spawn
+    forks: list[int] = []
+    over: list[bool] = []
+
+    def act(function: Any, *, side: str) -> None:
+        def call() -> None:
+            if len(forks) == 2 and not over:
+                function()
+
+        os.register_at_fork(before=lambda: forks.append(1), **{f"after_in_{side}": call})
+
+    yield act
+    over.append(True)  # a hook stays for good
+
+
+def test_a_signal_during_the_fork_of_a_rank_reaches_those_that_have_not_begun(
+    tmp_path: Path, at_fork: Any
 ) -> None:
-    forked = []
+    asked = []
 
-    def interrupt() -> None:
-        if not forked:
-            forked.append(True)
-            os.kill(os.getpid(), signal.SIGTERM)
+    def ask() -> None:  # an exception in it would be swallowed
+        asked.append(True)
+        os.kill(os.getpid(), signal.SIGTERM)
 
-    os.register_at_fork(after_in_parent=interrupt)  # an exception in it would be swallowed
-    monkeypatch.setattr(elastic.torch.cuda, "is_available", lambda: False)
+    at_fork(ask, side="parent")
     before = signal.getsignal(signal.SIGTERM)
 
-    with pytest.raises(RunFailedError, match="stopped by SIGTERM"):
-        elastic.launch(sleeps, Job("", "stopped", str(tmp_path)), num_ranks=2)
+    with pytest.raises(StoppedError, match="stopped by SIGTERM (before|at)"):
+        elastic.launch(
+            fake_training.asked_before_it_began, Job("", "x", str(tmp_path)), num_ranks=3
+        )
 
-    assert forked
+    assert asked == [True]
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_rank_that_dies_before_it_begins_ends_those_that_wait_for_it(
+    tmp_path: Path, at_fork: Any
+) -> None:
+    at_fork(lambda: os.kill(os.getpid(), signal.SIGKILL), side="child")
+    start = time.monotonic()
+
+    with pytest.raises(RunFailedError, match="rank 1 was killed by SIGKILL at its start"):
+        elastic.launch(fake_training.sums_ranks, Job("", "x", str(tmp_path)), num_ranks=3)
+
+    assert time.monotonic() - start < elastic.GRACE_S
 
 
 def test_no_rank_connects_while_another_is_still_to_be_forked(tmp_path: Path) -> None:
     job = Job("", "fake", str(tmp_path))
-    waiting = threading.Thread(
-        target=await_peers, args=(job,), kwargs={"num_ranks": 3}, daemon=True
-    )
+    args = (job, StopRequest())
+    waiting = threading.Thread(target=await_peers, args=args, kwargs={"num_ranks": 3}, daemon=True)
     for rank in (0, 2):
         Progress(job.progress_path(rank)).set(0, "start")
     waiting.start()
@@ -112,3 +149,10 @@ def test_no_rank_connects_while_another_is_still_to_be_forked(tmp_path: Path) ->
     Progress(job.progress_path(1)).set(0, "start")
     waiting.join(5)
     assert not waiting.is_alive()
+
+
+def test_a_rank_that_is_to_stop_waits_for_no_other_to_begin(tmp_path: Path) -> None:
+    with StopRequest.listening() as stop:
+        os.kill(os.getpid(), signal.SIGUSR1)
+        with pytest.raises(StoppedError, match="stopped by SIGUSR1 before the first step"):
+            await_peers(Job("", "fake", str(tmp_path)), stop, num_ranks=1)
