@@ -70,11 +70,6 @@ def asked_through_the_launcher(job: Job, stop: StopRequest) -> dict[str, Any] | 
     return _steps(job, stop, ask=ask, saving_s=SLOW_S, while_saving=again)
 
 
-def asked_before_it_began(job: Job, stop: StopRequest) -> dict[str, Any] | None:
-    """Where nobody asks, it takes all its steps."""
-    return _steps(job, stop)
-
-
 def asked_in_rank_1(job: Job, stop: StopRequest) -> dict[str, Any] | None:
     def ask() -> None:
         if dist.get_rank() == 1:

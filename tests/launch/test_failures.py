@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from pith.errors import Fault, PithError, RequestError, RunFailedError
+from pith.errors import Fault, PithError, RequestError, RunFailedError, StoppedError
 from pith.launch.failures import (
     Failure,
     RankFailedError,
@@ -19,6 +19,7 @@ from pith.launch.failures import (
 from pith.run.job import Job
 from pith.run.progress import Progress
 
+STOPPED = StoppedError("run.stopped", what="stopped by SIGTERM at step 3", next_step="run again")
 GLOO = "[/x/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]"
 
 
@@ -61,6 +62,41 @@ def test_when_all_failed_in_communication_the_earliest_speaks(job: Job) -> None:
 
     assert isinstance(error, RankFailedError)
     assert "rank 1" in error.what
+
+
+def test_a_stop_comes_back_without_a_trace_before_ranks_that_it_left_alone(job: Job) -> None:
+    leave(job, 0, RuntimeError(GLOO), time=1.0)
+    leave(job, 2, STOPPED, time=2.0)
+
+    for exit_codes in ({0: 1}, {2: 1}, {1: 1}):  # rank 1 found no space for its word
+        error = verdict(job, exit_codes=exit_codes, num_ranks=3)
+
+        assert type(error) is StoppedError
+        assert error.as_dict() == STOPPED.as_dict()
+        assert not hasattr(error, "__notes__")
+
+
+@pytest.mark.parametrize("code", [-signal.SIGKILL, -signal.SIGTERM, 9])
+def test_a_rank_that_died_beats_a_stop(job: Job, code: int) -> None:
+    leave(job, 0, STOPPED, time=1.0)
+
+    error = verdict(job, exit_codes={1: code}, num_ranks=2)
+
+    assert type(error) is RunFailedError
+    assert "rank 1" in error.what
+
+
+def test_an_error_of_a_rank_itself_beats_an_earlier_stop(job: Job) -> None:
+    leave(job, 0, STOPPED, time=1.0)
+    leave(job, 1, KeyError("cause"), time=2.0)
+
+    assert type(verdict(job, exit_codes={0: 1}, num_ranks=2)) is RankFailedError
+
+
+def test_a_rank_that_ends_with_status_1_and_no_word_is_lost_where_nobody_stopped(job: Job) -> None:
+    leave(job, 0, KeyError("victim"), time=1.0)
+
+    assert "rank 1 ended with status 1" in str(verdict(job, exit_codes={1: 1}, num_ranks=2))
 
 
 def test_an_error_of_pith_comes_back_with_kind_fields_and_faults(job: Job) -> None:

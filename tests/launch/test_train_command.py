@@ -25,7 +25,7 @@ def slurm_step(num_ranks: int) -> tuple[dict[str, str], ...]:
     )
 
 
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 1), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)])
 def test_a_signal_to_the_parent_ends_every_rank(train: Any, number: int, status: int) -> None:
     (outcome,) = train("--json", "--set", "training.steps=5000", signal_after_step_1=number)
 
