@@ -271,7 +271,7 @@ def _unreadable(path: Path, error: RequestError) -> Fault:
     """Why nothing can be said of the files in `path`."""
     try:
         if not path.is_dir():
-            found = "a file" if os.path.lexists(path) else "no such folder"
+            found = "no folder" if os.path.lexists(path) else "no such folder"
             return Fault(str(path), found, "a checkpoint's folder")
         if not os.listdir(path):
             return Fault(str(path), "an empty folder", error.wanted)

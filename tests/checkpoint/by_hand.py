@@ -69,10 +69,10 @@ def leftovers(directory: Path) -> dict[str, str]:
         "step-00000012": "no manifest.json",
         "step-00000013": "__1_0.distcp: found no such file, wanted 122 bytes",
         "step-abc": "the name step-abc",
-        "step-00000014": "a file",
+        "step-00000014": "no folder",
         "step-00000015.damaged-2": "set aside",
         "step-00000017": "manifest.json: found step 16, wanted step 17",
         "step-00000018-tmp": "the name step-00000018-tmp",
         "step-19": "the name step-19",
-        "step-00000020": "a file",
+        "step-00000020": "no folder",
     }
