@@ -97,20 +97,24 @@ class _Watch:
         self._gentle = gentle
         self._end = end
         self._not_told = set(range(num_ranks))
+        self._others = set(multiprocessing.active_children())
         self._ranks: set[BaseProcess] = set()
 
     def run(self) -> None:
         """Watch until `done`. A rank may be started while others are killed: hence the loop."""
         while not self.done.wait(POLL_S):
-            self._ranks.update(multiprocessing.active_children())
+            self._ranks.update(self._alive())
             if self._end.signal is None:
                 if not self._failed():
                     self._pass_on()
                     continue
                 # A rank in a collective cannot hear the SIGTERM that elastic sends it.
                 self.done.wait(GRACE_S)
-            for process in () if self.done.is_set() else multiprocessing.active_children():
+            for process in () if self.done.is_set() else self._alive():
                 process.kill()
+
+    def _alive(self) -> set[BaseProcess]:
+        return set(multiprocessing.active_children()) - self._others
 
     def _failed(self) -> bool:
         """Whether a rank has left word of its failure, or has died."""
