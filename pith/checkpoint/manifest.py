@@ -20,7 +20,7 @@ from typing import Annotated, Literal, Self
 import pydantic
 from pydantic import Field, FiniteFloat, JsonValue, NonNegativeInt, PositiveInt
 
-from pith.data.shards import sha256_of
+from pith.disk import sha256_of
 from pith.errors import Fault, RequestError
 
 MANIFEST = "manifest.json"

@@ -23,7 +23,7 @@ from pathlib import Path
 import pydantic
 
 from pith.checkpoint.manifest import MANIFEST, Manifest, decode, encode, faults, read
-from pith.data.shards import is_disk_trouble, sync
+from pith.disk import is_disk_trouble, sync
 from pith.errors import Fault, PithError, RequestError, RunFailedError
 
 OWNER = "owner.json"

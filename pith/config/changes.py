@@ -120,4 +120,4 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _shown(value: object) -> str:
-    return ABSENT if value == ABSENT else wording._shown(value)
+    return ABSENT if value == ABSENT else wording.shown(value)

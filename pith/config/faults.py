@@ -28,13 +28,14 @@ def fault(tables: type[Section], entry: ErrorDetails) -> Fault:
             nearest = _similar_keys(tables, where)
             return Fault(where, "an unknown key", "a key of the recipe", nearest)
         case "model_type":
-            return Fault(where, _shown(entry["input"]), "a table")
+            return Fault(where, shown(entry["input"]), "a table")
         case _:
             wanted = entry["msg"].removeprefix("Input should be ")
-            return Fault(where, _shown(entry["input"]), wanted, _suggestions(tables, entry))
+            return Fault(where, shown(entry["input"]), wanted, _suggestions(tables, entry))
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
+    """A value as people read it, a long one cut short."""
     text = repr(value)
     return text if len(text) <= 100 else f"{text[:80]}... ({len(text)} characters)"
 

@@ -80,9 +80,10 @@ def _worker(function: Callable[[Item], Result]) -> Iterator[Connection]:
 
 
 def _serve(connection: Connection, function: Callable[[Item], Result]) -> None:
-    """Answers until the parent is gone; an interrupt from the keyboard is left to that."""
+    """Answers until the parent is gone; signals that a whole job gets are left to that."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
     with suppress(EOFError, OSError):
         while True:
             connection.send(_attempt(function, connection.recv()))

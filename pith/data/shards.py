@@ -11,8 +11,6 @@
 The folder is written under another name and renamed when it is complete.
 """
 
-import errno
-import hashlib
 import json
 import os
 from pathlib import Path
@@ -21,6 +19,8 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 import pydantic
+
+from pith.disk import sha256_of
 
 MANIFEST = "manifest.json"
 OFFSETS = "offsets.bin"
@@ -148,34 +148,3 @@ class CorpusWriter:
 def describe(path: Path) -> FileEntry:
     """Size and checksum of a file, read back from disk."""
     return FileEntry(name=path.name, size_bytes=path.stat().st_size, sha256=sha256_of(path))
-
-
-def sha256_of(path: Path) -> str:
-    """The checksum of a file, read back from disk."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def write_durably(path: Path, content: bytes) -> None:
-    """Writes a small file that is complete or absent, whatever happens meanwhile."""
-    draft = path.with_name(f".{path.name}.draft")
-    with draft.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    draft.replace(path)
-    sync(path.parent)
-
-
-def is_disk_trouble(error: OSError) -> bool:
-    """Whether the disk failed, so that the same request may work later; else the path is wrong."""
-    return error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO)
-
-
-def sync(path: Path) -> None:
-    """Bring a file, or the names in a folder, to the disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

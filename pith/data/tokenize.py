@@ -31,12 +31,10 @@ from pith.data.shards import (
     Ids,
     Manifest,
     describe,
-    is_disk_trouble,
-    sync,
     token_dtype,
-    write_durably,
 )
 from pith.data.tokenizer import BYTES, TextError, Tokenizer, open_tokenizer
+from pith.disk import is_disk_trouble, sync, write_durably
 from pith.errors import RequestError, RunFailedError
 
 _PROGRESS = "progress.json"

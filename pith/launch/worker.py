@@ -10,9 +10,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -85,21 +83,25 @@ def await_peers(job: Job, stop: StopRequest, *, num_ranks: int) -> None:
         time.sleep(0.01)
 
 
-def join(train: Train, job: Job, *, make_folder: Callable[[], Path]) -> Summary | None:
+def join(train: Train, job: Job, *, begin: Callable[[Job], Job | None]) -> Summary | None:
     """The main function of a process that is already a rank of an outer job.
 
-    Rank 0 makes the run folder and tells the others. Raises a PithError of this rank as it is, and
-    RankFailedError for any other exception. When a signal stopped all ranks, only rank 0 raises:
-    the others end here with the same status, and it speaks for them.
+    Rank 0 lets `begin` place the job and tells the others; None: nothing is left to do. Raises a
+    PithError of this rank as it is, and RankFailedError for any other exception. When a signal
+    stopped all ranks, only rank 0 raises: the others end here with the same status, and it speaks
+    for them.
     """
     rank = int(os.environ["RANK"])
     stop = StopRequest()
     stop.listen()
     try:
         _meet(job)
-        folder = [str(make_folder())] if rank == 0 else [""]
-        dist.broadcast_object_list(folder, src=0)
-        job = replace(job, run_dir=folder[0])
+        placed = [begin(job) if rank == 0 else None]
+        dist.broadcast_object_list(placed, src=0)
+        if placed[0] is None:
+            dist.destroy_process_group()
+            return None
+        job = placed[0]
         return _train(train, job, stop)
     except StoppedError as error:
         if rank == 0:

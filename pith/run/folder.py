@@ -24,11 +24,12 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from itertools import count, takewhile
 from pathlib import Path
-from typing import Annotated, Any, BinaryIO, Literal, Self
+from typing import Annotated, Any, Literal, Self
 from uuid import uuid4
 
 import pydantic
 
+from pith.disk import sync, write_durably
 from pith.errors import PithError, RequestError, RunFailedError
 from pith.report import finite
 from pith.run.environment import run_environment
@@ -156,7 +157,7 @@ class RunFolder:
         """Write the report. Raises RunFailedError where that is not possible."""
         what = "the report of the run cannot be written"
         with _told(what, where=self.finished, kind=RunFailedError):
-            _write(self.finished, _as_json(data))
+            write_durably(self.finished, _as_json(data))
 
     def read_finished(self) -> dict[str, Any] | None:
         """The report that `finish` wrote; None where there is no whole one."""
@@ -186,25 +187,6 @@ class RunFolder:
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[BinaryIO]:
-    """A file to write that takes the place of `path`, whole and durable, when the block ends well.
-
-    An exception leaves `path` as it was, and so does a kill.
-    """
-    draft = path.with_name(f".{path.name}.draft")
-    try:
-        with draft.open("wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        draft.replace(path)
-    except BaseException:
-        draft.unlink(missing_ok=True)
-        raise
-    _sync(path.parent)
-
-
-@contextmanager
 def _told(what: str, *, where: Path, kind: type[PithError] = RequestError) -> Iterator[None]:
     """What the file system refuses, or what is no text, as an error that says `what` and why."""
     try:
@@ -228,12 +210,12 @@ def _make_free_folder(plain: Path, identity: _Identity) -> Path:
     draft = plain.with_name(f".{identity.id}.draft")
     draft.mkdir()
     try:
-        _write(draft / "run.json", _as_json(identity.model_dump()))
+        write_durably(draft / "run.json", _as_json(identity.model_dump()))
         path = next(path for path in _numbered(plain) if _takes_place(draft, path))
     except BaseException:
         shutil.rmtree(draft, ignore_errors=True)
         raise
-    _sync(plain.parent)
+    sync(plain.parent)
     return path
 
 
@@ -263,26 +245,12 @@ def _renew(path: Path, content: bytes) -> None:
         numbered = (path.with_stem(f"{path.stem}-{number}") for number in count(1))
         kept = list(takewhile(Path.exists, numbered))
         if not kept or kept[-1].read_bytes() != earlier:  # equal: killed before the last line
-            _write(path.with_stem(f"{path.stem}-{len(kept) + 1}"), earlier)
-    _write(path, content)
+            write_durably(path.with_stem(f"{path.stem}-{len(kept) + 1}"), earlier)
+    write_durably(path, content)
 
 
 def _as_json(value: Mapping[str, object]) -> bytes:
     return (json.dumps(finite(value), indent=1, allow_nan=False) + "\n").encode()
-
-
-def _write(path: Path, content: bytes) -> None:
-    with replacing(path) as file:
-        file.write(content)
-
-
-def _sync(folder: Path) -> None:
-    """Bring the names in a folder to the disk."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _acquire(handle: int, folder: Path) -> str:

@@ -1,15 +1,16 @@
 """metrics.jsonl: one JSON object a step, and between them the events, which carry `event`."""
 
 import json
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from pith.disk import replacing
 from pith.errors import RequestError, RunFailedError
 from pith.report import finite
-from pith.run.folder import replacing
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +57,13 @@ class MetricsLog:
     def event(self, event: str, **fields: object) -> None:
         """Append something that happened: `event` names it, `fields` say the rest."""
         self._append({"event": event, **fields})
+
+    def sync(self) -> None:
+        """Let what was written survive the machine, as the checkpoint that follows it does."""
+        try:
+            os.fsync(self._file.fileno())
+        except OSError as error:
+            raise _unwritable(self._path, error) from error
 
     def close(self) -> None:
         self._file.close()

@@ -18,7 +18,7 @@ from pith.run.job import Job
 
 
 def train_command(fake: str, *, json: Annotated[bool, typer.Option("--json")] = False) -> None:
-    worker.join(getattr(fake_training, fake), Job("", fake, ""), make_folder=Path.cwd)
+    worker.join(getattr(fake_training, fake), Job("", fake, str(Path.cwd())), begin=lambda job: job)
 
 
 def main(fake: str) -> None:

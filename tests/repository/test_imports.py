@@ -11,6 +11,7 @@ import pytest
 
 LAYERS = {
     "errors": 0,
+    "disk": 0,
     "report": 1,
     "schedule": 2,
     "arch": 2,
@@ -32,7 +33,7 @@ LAYERS = {
     "verify": 9,
     "cli": 10,
 }
-TORCH_FREE = ("errors", "report", "schedule", "arch", "plan", "config")
+TORCH_FREE = ("errors", "disk", "report", "schedule", "arch", "plan", "config")
 
 
 def offending_edges(package: Path) -> list[str]:

@@ -20,10 +20,11 @@ import numpy as np
 import pytest
 import torch
 
+from pith.disk import replacing
 from pith.errors import RequestError, RunFailedError
 from pith.run import folder
 from pith.run.environment import code_version
-from pith.run.folder import RunFolder, replacing
+from pith.run.folder import RunFolder
 
 TOML = '[model]\nconfig = "tiny-moe é"\n'
 FORK = multiprocessing.get_context("fork")
@@ -245,14 +246,14 @@ def test_a_run_is_described_once_and_what_changes_is_kept(tmp_path):
 
 def test_a_description_that_is_killed_half_way_loses_and_repeats_nothing(tmp_path, monkeypatch):
     run = described(tmp_path, "old")
-    write = folder._write
+    write = folder.write_durably
 
     def killed(path, content):
         if path.name == "config.toml":
             raise KeyboardInterrupt
         write(path, content)
 
-    monkeypatch.setattr(folder, "_write", killed)
+    monkeypatch.setattr(folder, "write_durably", killed)
     with pytest.raises(KeyboardInterrupt):
         run.describe("new", facts={})
     assert run.recipe_toml == (run.path / "config-1.toml").read_text() == "old"
