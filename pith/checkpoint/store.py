@@ -1,0 +1,207 @@
+"""Writes and loads the tensors of a checkpoint folder, in the format of torch's own DCP."""
+
+import io
+import os
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from pith.checkpoint.manifest import faults, read
+from pith.checkpoint.metadata import check_against, read_metadata
+from pith.checkpoint.pieces import Piece, PiecesSavePlanner, span_of
+from pith.errors import Fault, PithError, RequestError, RunFailedError
+
+
+class _Writer(FileSystemWriter):
+    """Says why the disk failed: an error loses what led to it on its way to another rank."""
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        with _told_as_failed(Path(self.path)):
+            return super().write_data(plan, planner)
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        with _told_as_failed(Path(self.path)):
+            super().finish(metadata, results)
+
+
+def write(pieces: Mapping[str, Piece], folder: Path, *, group: dist.ProcessGroup | None) -> None:
+    """Write the owned pieces of all ranks of `group` (gloo) into `folder`; every rank calls it.
+
+    Without a group, this process alone. Any thread may call it. Raises RunFailedError on every
+    rank: of the first rank that failed.
+    """
+    writer = _Writer(folder, single_file_per_rank=True, sync_files=True, overwrite=False)
+    how: dict[str, Any] = {"storage_writer": writer, "planner": PiecesSavePlanner(pieces)}
+    try:
+        if group is not None:
+            save({}, process_group=group, **how)
+            return
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")
+            save({}, no_dist=True, **how)
+    except CheckpointException as error:
+        rank = min(error.failures)
+        cause = error.failures[rank][0]
+        if isinstance(cause, PithError) or not isinstance(cause, Exception):
+            raise cause from None
+        raise _failed(folder, cause) from error
+
+
+def load(pieces: Mapping[str, Piece], folder: Path) -> None:
+    """Fill the rows of every piece from `folder`; each rank on its own.
+
+    Raises RequestError with every name that is missing or of another shape or type, before
+    anything is filled; and for a file that does not hold what .metadata says.
+    """
+    _fill(pieces, folder, read_metadata(folder))
+
+
+def read_whole(folder: Path) -> dict[str, Tensor]:
+    """All tensors of a checkpoint, whole on the CPU. Raises RequestError for any damage."""
+    manifest = read(folder)
+    if wrong := faults(folder, manifest, checksums=True):
+        raise _unloadable(folder, "checkpoint.damaged", tuple(wrong))
+    metadata = read_metadata(folder)
+    check_against(metadata, manifest, folder)
+    pieces = {
+        name: Piece(torch.empty(entry.size, dtype=entry.properties.dtype), 0, tuple(entry.size))
+        for name, entry in metadata.state_dict_metadata.items()
+        if isinstance(entry, TensorStorageMetadata)
+    }
+    _fill(pieces, folder, metadata)
+    return {name: piece.rows for name, piece in pieces.items()}
+
+
+def _fill(pieces: Mapping[str, Piece], folder: Path, metadata: Metadata) -> None:
+    entries: dict[str, Any] = metadata.state_dict_metadata
+    differing = tuple(
+        Fault(name, _told(entries.get(name)), f"{piece.rows.dtype} {list(piece.shape)}")
+        for name, piece in sorted(pieces.items())
+        if _told(entries.get(name)) != f"{piece.rows.dtype} {list(piece.shape)}"
+    )
+    if differing:
+        raise _unloadable(folder, "checkpoint.tensors", differing)
+    for name, piece in pieces.items():
+        for chunk in entries[name].chunks:
+            _copy(name, piece, chunk, folder=folder, metadata=metadata)
+
+
+def _copy(
+    name: str, piece: Piece, chunk: ChunkStorageMetadata, *, folder: Path, metadata: Metadata
+) -> None:
+    start, end = span_of(chunk)
+    first, last = max(start, piece.first_row), min(end, piece.end_row)
+    if first >= last:
+        return
+    stored = metadata.storage_data[MetadataIndex(name, chunk.offsets)]
+    path = folder / stored.relative_path
+    try:
+        with _Window(path, stored.offset, stored.length) as window:
+            saved = torch.load(cast(IO[bytes], window), map_location="cpu", weights_only=True)
+    except Exception as error:  # torch raises many kinds for bytes that are no tensor
+        fault = Fault(str(path), f"{name}: {str(error).splitlines()[0]:.200}", "a tensor")
+        raise _unloadable(folder, "checkpoint.damaged", (fault,)) from error
+    # copy_ would cast and broadcast
+    found = f"{saved.dtype} {list(saved.shape)}" if isinstance(saved, Tensor) else "no tensor"
+    wanted = f"{piece.rows.dtype} {list(chunk.sizes)}"
+    if found != wanted:
+        fault = Fault(str(path), f"{name}: {found}", wanted)
+        raise _unloadable(folder, "checkpoint.damaged", (fault,))
+    with torch.no_grad():
+        if piece.shape:
+            target = piece.rows[first - piece.first_row : last - piece.first_row]
+            target.copy_(saved[first - start : last - start])
+        else:
+            piece.rows.copy_(saved)
+
+
+class _Window(io.RawIOBase):
+    """`length` bytes of a file from `offset` on, as a file that torch.load reads without a copy."""
+
+    def __init__(self, path: Path, offset: int, length: int) -> None:
+        self._file = path.open("rb")
+        self._offset, self._length, self._at = offset, length, 0
+
+    def readinto(self, buffer: Any) -> int:
+        view = memoryview(buffer)[: max(self._length - self._at, 0)]
+        self._file.seek(self._offset + self._at)
+        count = self._file.readinto(view)
+        self._at += count
+        return count
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._length}[whence]
+        self._at = base + offset
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
+
+
+def _told(entry: TensorStorageMetadata | None) -> str:
+    return "nothing" if entry is None else f"{entry.properties.dtype} {list(entry.size)}"
+
+
+@contextmanager
+def _told_as_failed(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        raise _failed(folder, error) from error
+
+
+def _failed(folder: Path, error: BaseException) -> RunFailedError:
+    """torch's writer covers what the disk said by an error of its own: the first OSError tells."""
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, OSError):
+        cause = cause.__cause__ or cause.__context__
+    told = getattr(cause, "strerror", None) or str(error).partition("\n")[0]
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    return RunFailedError(
+        "checkpoint.write_failed",
+        what="the checkpoint could not be written; nothing was committed",
+        found=f"{told} (rank {rank})",
+        wanted="room and permission to write",
+        where=str(folder),
+        next_step="make room there, or name another folder with --set checkpoint.directory=DIR",
+    )
+
+
+def _unloadable(folder: Path, code: str, wrong: tuple[Fault, ...]) -> RequestError:
+    more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
+    return RequestError(
+        code,
+        what="the checkpoint cannot be loaded",
+        found=f"{wrong[0]}{more}",
+        where=str(folder),
+        next_step=f"pith checkpoint verify {folder}",
+        faults=wrong,
+    )
