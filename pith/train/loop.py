@@ -219,6 +219,7 @@ class _Rank:
     def _save(self) -> None:
         """Save where the run stands; with `asynchronous` only the copy is waited for."""
         self.here.begin_slot("save")
+        self.log.sync()
         start, step = time.perf_counter(), self.position.step
         manifest = manifest_of(
             self.position,
@@ -241,7 +242,7 @@ class _Rank:
 
     def _tell(self, notices: Sequence[str]) -> None:
         for notice in notices:
-            self.log.event("checkpoint_notice", notice, step=self.position.step, text=notice)
+            self.log.event("checkpoint_notice", notice, step=self.position.step, notice=notice)
 
     def _stopped(self) -> StoppedError:
         by = self.stop.signal.name if self.stop.signal is not None else "a signal to another rank"

@@ -1,0 +1,138 @@
+"""R13: what one layout saved, every other one loads, to the last bit."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pith.checkpoint.store import read_whole
+
+from pith.checkpoint.manifest import Manifest
+from pith.checkpoint.saver import Saver, open_group
+from pith.checkpoint.shelf import Shelf
+from pith.config import Recipe
+from pith.train.state import START, after, pieces, restore
+from pith.train.step import Trainer
+from tests.train.parity import random_batch, recipe, trainer_of
+
+SEQUENCES = 16
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "one process": {"pp": 1, "schedule": "1f1b-pair"},
+    "pp 2, V": {"pp": 2, "schedule": "dualpipev"},
+    "pp 2, loop": {"pp": 2, "schedule": "1f1b"},
+    "ep 2": {"pp": 1, "ep": 2, "schedule": "gpipe"},
+    "dp 2": {"pp": 1, "dp": 2, "schedule": "gpipe"},
+    "dp 4": {"pp": 1, "dp": 4, "schedule": "1f1b"},
+    "pp 2, ep 2": {"pp": 2, "ep": 2, "schedule": "dualpipev"},
+    "dp 2, ep 2, splits": {"pp": 1, "dp": 2, "ep": 2, "schedule": "1f1b", "exchange": "splits"},
+    "hsdp, 2 copies": {"pp": 1, "dp": 4, "dp_shard": 2, "schedule": "gpipe"},
+    "pp 4, zbv": {"pp": 4, "schedule": "zbv"},
+    "ep 4": {"pp": 1, "ep": 4, "schedule": "1f1b"},
+}
+TIED = ("one process", "pp 2, V", "pp 2, loop", "hsdp, 2 copies")
+
+
+def recipe_of(layout: str, *, tied: bool) -> Recipe:
+    axes = LAYOUTS[layout]
+    data_ranks = axes.get("dp", 1) * axes.get("ep", 1)
+    return recipe(
+        micro_batches=SEQUENCES // (2 * data_ranks),
+        precision="float32",
+        tie_word_embeddings=tied,
+        **axes,
+    )
+
+
+def num_ranks(layout: str) -> int:
+    axes = LAYOUTS[layout]
+    return math.prod(axes.get(axis, 1) for axis in ("pp", "dp", "ep"))
+
+
+def save(trainer: Trainer, folder: Path, position: Any) -> None:
+    manifest = Manifest(
+        run="a test",
+        position=position,
+        recipe={},
+        layout={},
+        corpus="",
+        tokenizer="",
+        versions={},
+        tensors={},
+        files=(),
+    )
+    group = open_group(trainer.world)
+    how = {"world": trainer.world, "group": group, "keep": 0, "asynchronous": False}
+    with Saver(Shelf(folder), pieces(trainer.model), **how) as saver:
+        saver.save(manifest)
+
+
+def next_loss(trainer: Trainer) -> float:
+    return trainer.step(2, random_batch(SEQUENCES, seed=2).take(trainer.rows)).loss
+
+
+def save_all(layouts: list[str], base: Path, tied: bool) -> dict[str, float]:
+    """Two steps in each of the layouts, a checkpoint, and the loss of the next step."""
+    losses = {}
+    for layout in layouts:
+        with trainer_of(recipe_of(layout, tied=tied)) as trainer:
+            position = START
+            for index in range(2):
+                batch = random_batch(SEQUENCES, seed=index).take(trainer.rows)
+                position = after(position, trainer.step(index, batch), num_samples=SEQUENCES)
+            save(trainer, base / layout, position)
+            losses[layout] = next_loss(trainer)
+    return losses
+
+
+def load_all(
+    layouts: list[str], saved: list[str], base: Path, tied: bool
+) -> dict[tuple[str, str], float]:
+    """What each of the layouts makes of each checkpoint: its next loss; and saved again."""
+    losses = {}
+    for layout in layouts:
+        with trainer_of(recipe_of(layout, tied=tied)) as trainer:
+            for name in saved:
+                for piece in pieces(trainer.model).values():
+                    piece.rows.fill_(math.nan)  # what is not loaded is seen
+                (found,) = Shelf(base / name).find()
+                assert found.manifest is not None
+                restore(trainer.model, found.path, found.manifest)
+                save(trainer, base / f"{name} by {layout}", found.manifest.position)
+                losses[name, layout] = next_loss(trainer)
+    return losses
+
+
+def assert_same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor], label: str):
+    assert found.keys() == wanted.keys(), label
+    for name, tensor in wanted.items():
+        assert torch.equal(found[name], tensor), f"{label}: {name}"
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["head of its own", "tied head"])
+def test_every_layout_loads_what_every_other_one_saved(
+    run_ranks: Any, tmp_path: Path, tied: bool
+) -> None:
+    layouts = [name for name in LAYOUTS if not tied or name in TIED]
+    by_world: dict[int, list[str]] = {}
+    for name in layouts:
+        by_world.setdefault(num_ranks(name), []).append(name)
+    losses: dict[str, float] = {}
+    for world, names in by_world.items():
+        losses |= run_ranks(world, save_all, names, tmp_path, tied)[0]
+    spread = max(losses.values()) / min(losses.values())
+    assert spread == pytest.approx(1, rel=1e-4), "the layouts should train alike"
+
+    again: dict[tuple[str, str], float] = {}
+    for world, names in by_world.items():
+        again |= run_ranks(world, load_all, names, layouts, tmp_path, tied)[0]
+    assert len(again) == len(layouts) ** 2
+    for name in layouts:
+        wanted = read_whole(tmp_path / name / "step-00000002")
+        moments = [key for key in wanted if key.startswith("optimizer.")]
+        assert len(moments) == 2 * len([key for key in wanted if key.startswith("model.")])
+        assert all(bool(wanted[key].any()) for key in moments), "a moment is empty"
+        for layout in layouts:
+            label = f"{name} by {layout}"
+            assert again[name, layout] == pytest.approx(losses[name], rel=1e-6), label
+            assert_same(read_whole(tmp_path / label / "step-00000002"), wanted, label)
