@@ -59,7 +59,8 @@ class Saver:
         self._world, self._group = world, group
         self._pieces = {name: piece for name, piece in pieces.items() if piece.owned}
         self._pool = ThreadPoolExecutor(1, "checkpoint") if asynchronous else None
-        self._copies: dict[str, Piece] = {}
+        # Pinned memory takes its time: it is there before the first save needs it.
+        self._copies = self._pool.submit(self._allocate) if self._pool is not None else None
         self._pending: Future[tuple[str, ...]] | None = None
 
     def save(self, manifest: Manifest) -> tuple[str, ...]:
@@ -73,10 +74,11 @@ class Saver:
         step = manifest.position.step
         self._phase("stage", step)
         self._world.together(lambda: require_finite(self._pieces), group=self._group)
-        if self._pool is None:
+        if self._pool is None or self._copies is None:
             return notices + self._write(self._pieces, manifest)
-        self._copy()
-        self._pending = self._pool.submit(self._write, self._copies, manifest)
+        copies = self._copies.result()
+        self._copy(copies)
+        self._pending = self._pool.submit(self._write, copies, manifest)
         return notices
 
     def check(self) -> tuple[str, ...]:
@@ -102,14 +104,23 @@ class Saver:
         if self._pool is not None:  # a thread that waits for ranks that failed would wait for long
             self._pool.shutdown(wait=error is None)
 
-    def _copy(self) -> None:
-        """Copy the pieces as they are now into memory of the host, which later saves use again."""
+    def _allocate(self) -> dict[str, Piece]:
+        """Memory of the host for a copy of the pieces, which every save uses again."""
+        device = self._world.device
+        if device.type == "cuda":
+            torch.cuda.set_device(device)  # of this thread
+        return {
+            name: replace(
+                piece,
+                rows=torch.empty_like(piece.rows, device="cpu", pin_memory=device.type == "cuda"),
+            )
+            for name, piece in self._pieces.items()
+        }
+
+    def _copy(self, copies: Mapping[str, Piece]) -> None:
+        """Bring the pieces as they are now to `copies`."""
         for name, piece in self._pieces.items():
-            on_gpu = piece.rows.is_cuda
-            if name not in self._copies:
-                empty = torch.empty_like(piece.rows, device="cpu", pin_memory=on_gpu)
-                self._copies[name] = replace(piece, rows=empty)
-            self._copies[name].rows.copy_(piece.rows, non_blocking=on_gpu)
+            copies[name].rows.copy_(piece.rows, non_blocking=piece.rows.is_cuda)
         if self._world.device.type == "cuda":
             torch.cuda.synchronize(self._world.device)
 
@@ -134,7 +145,17 @@ class Saver:
         """Sizes and checksums of what this rank wrote, as the disk gives it back."""
         rank = self._world.rank
         own = sorted(folder.glob(f"__{rank}_*"))
-        return tuple(describe(path) for path in (*own, *([folder / ".metadata"] * (rank == 0))))
+        written = [*own, folder / ".metadata"] if rank == 0 else own
+        try:
+            return tuple(describe(path) for path in written)
+        except OSError as error:
+            raise RunFailedError(
+                "checkpoint.write_failed",
+                what="what was written cannot be read back; nothing was committed",
+                found=f"{error.strerror} (rank {rank})",
+                where=str(error.filename or folder),
+                next_step="look after the disk, or name another checkpoint.directory",
+            ) from error
 
     def _commit(self, manifest: Manifest, described: list[tuple[FileEntry, ...]]) -> Path:
         folder = self._shelf.temporary(manifest.position.step)

@@ -55,19 +55,18 @@ def run(job: Job, stop: StopRequest) -> Summary | None:
     torch.use_deterministic_algorithms(recipe.training.deterministic)
     world.agree("recipe", job.recipe_toml)
     group = open_group(world)
-    manifest = _checkpoint(job, recipe, world, group)
+    manifest = _manifest(job, world)
     position = manifest.position if manifest is not None else START
     folder = folder_of(job)
     loader = open_data(recipe, work_dir=folder.path, verify=world.rank == 0, position=position)
     world.agree("corpus", loader.fingerprint)
     model = build(recipe, world, headers=job.debug, empty=manifest is not None)
-    if manifest is not None and job.checkpoint is not None:
-        source = Path(job.checkpoint)
-        world.together(lambda: restore(model, source, manifest), group=group)
     trainer = Trainer(recipe, world, model)
     here = _Whereabouts(job, trainer)
     with ExitStack() as stack:
         log = stack.enter_context(Log(folder.metrics, recipe, world))
+        if manifest is not None:
+            _load(trainer, manifest, folder=Path(job.checkpoint or ""), group=group, log=log)
         saver = Saver(
             shelf_of(recipe, folder),
             pieces(model),
@@ -91,26 +90,33 @@ def folder_of(job: Job) -> RunFolder:
     return RunFolder(path=Path(job.run_dir), id=job.run_id)
 
 
-def _checkpoint(
-    job: Job, recipe: Recipe, world: World, group: dist.ProcessGroup
-) -> Manifest | None:
-    """What the checkpoint to resume from says, its files compared with it by all ranks together.
+def _manifest(job: Job, world: World) -> Manifest | None:
+    """What the checkpoint to resume from says, the same on every rank; None without one."""
+    if job.checkpoint is None:
+        return None
+    manifest = read(Path(job.checkpoint))
+    world.agree("checkpoint", manifest.model_dump_json())
+    return manifest
+
+
+def _load(
+    trainer: Trainer, manifest: Manifest, *, folder: Path, group: dist.ProcessGroup, log: Log
+) -> None:
+    """Fill weights and optimizer from `folder`, whose files all ranks together verify first.
 
     Raises RequestError on every rank where a file is not what was saved.
     """
-    if job.checkpoint is None:
-        return None
-    folder = Path(job.checkpoint)
-    manifest = read(folder)
-    world.agree("checkpoint", manifest.model_dump_json())
+    start, world = time.perf_counter(), trainer.world
     names = [entry.name for entry in manifest.files][world.rank :: world.size]
-    checksums = recipe.checkpoint.verify
+    checksums = trainer.recipe.checkpoint.verify
     found = world.together(
         lambda: faults(folder, manifest, checksums=checksums, names=names), group=group
     )
     if any(found):
         raise damaged(folder, [fault for part in found for fault in part])
-    return manifest
+    world.together(lambda: restore(trainer.model, folder, manifest), group=group)
+    seconds, step = time.perf_counter() - start, manifest.position.step
+    log.event("loaded", f"{folder.name} loaded in {seconds:.2f} s", step=step, seconds=seconds)
 
 
 @dataclass(slots=True)
