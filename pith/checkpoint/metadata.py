@@ -8,6 +8,7 @@ import io
 import pickle
 import pickletools
 import re
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -60,6 +61,18 @@ _OPCODES = {
 }
 _LENGTH_BYTES = {pickletools.TAKEN_FROM_ARGUMENT1: 1, pickletools.TAKEN_FROM_ARGUMENT4: 4}
 _LENGTH_BYTES[pickletools.TAKEN_FROM_ARGUMENT4U] = 4
+_GETS = {"BINGET", "LONG_BINGET"}
+_TUPLES = {"EMPTY_TUPLE", "TUPLE1", "TUPLE2", "TUPLE3", "TUPLE"}
+_TO_MARK = {"TUPLE", "APPENDS", "SETITEMS"}
+# How many objects an opcode that leaves one takes from the stack, besides those above the mark.
+_TAKEN = {
+    opcode.name: sum(
+        kind not in (pickletools.markobject, pickletools.stackslice) for kind in opcode.stack_before
+    )
+    for opcode in pickletools.opcodes
+    if opcode.stack_after and opcode.name not in _GETS | {"MARK", "MEMOIZE"}
+}
+_HEAVIEST_TUPLE = 100  # a shape has no more than 64 numbers
 
 
 class _Record:
@@ -158,11 +171,18 @@ def _unpickled(path: Path) -> Any:
         content = file.read(_LARGEST_BYTES + 1)
     if len(content) > _LARGEST_BYTES:
         raise _MalformedError(f"more than {_LARGEST_BYTES} bytes")
-    _require_known_opcodes(content)
+    try:
+        _require_light_tuples(_opcodes(content))
+    except IndexError:
+        raise _MalformedError("a pickle that takes more than it holds") from None
     return _Unpickler(content).load()
 
 
-def _require_known_opcodes(content: bytes) -> None:
+def _opcodes(content: bytes) -> Iterator[tuple[str, bytes]]:
+    """Name and argument of each opcode. Raises _MalformedError for one that pickle does not write.
+
+    Only the arguments of BINGET and LONG_BINGET are told, the others are empty.
+    """
     at = 0
     while at < len(content):
         code = content[at]
@@ -170,8 +190,6 @@ def _require_known_opcodes(content: bytes) -> None:
             raise _MalformedError(f"opcode {code} at byte {at}")
         name, size = _OPCODES[code]
         at += 1
-        if name == "STOP":
-            break
         if name == "GLOBAL":  # pickle no longer writes it
             module, _, rest = content[at : at + 400].partition(b"\n")
             found = b".".join((module, rest.partition(b"\n")[0])).decode("ascii", "replace")
@@ -179,9 +197,39 @@ def _require_known_opcodes(content: bytes) -> None:
         if size in _LENGTH_BYTES:
             width = _LENGTH_BYTES[size]
             size = width + int.from_bytes(content[at : at + width], "little")
+        yield name, content[at : at + size] if name in _GETS else b""
         at += size
+        if name == "STOP":
+            break
     if at != len(content):
         raise _MalformedError("cut short, or followed by other bytes")
+
+
+def _require_light_tuples(opcodes: Iterable[tuple[str, bytes]]) -> None:
+    """Follow what lies on the pickle's stack: a tuple weighs what it holds and one, all else one.
+
+    C hashes the tuple in a dict's key by a recursion without limit, and visits all it holds.
+    """
+    stack: list[int] = []
+    below: list[list[int]] = []  # the stacks under each mark
+    memo: list[int] = []
+    for name, argument in opcodes:
+        if name == "MEMOIZE":
+            memo.append(stack[-1])
+        elif name in _GETS:
+            stack.append(memo[int.from_bytes(argument, "little")])
+        elif name == "MARK":
+            below.append(stack)
+            stack = []
+        elif name in _TAKEN:
+            weight = 1
+            if name in _TO_MARK:
+                weight, stack = weight + sum(stack), below.pop()
+            for _ in range(_TAKEN[name]):
+                weight += stack.pop()
+            stack.append(weight if name in _TUPLES else 1)
+            if stack[-1] > _HEAVIEST_TUPLE:
+                raise _MalformedError(f"a tuple of more than {_HEAVIEST_TUPLE} parts")
 
 
 def _metadata(root: Any, folder: Path, faults: list[Fault]) -> Metadata:

@@ -5,6 +5,8 @@ import os
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -99,45 +101,76 @@ def _fill(pieces: Mapping[str, Piece], folder: Path, metadata: Metadata) -> None
     )
     if differing:
         raise _unloadable(folder, "checkpoint.tensors", differing)
-    for name, piece in pieces.items():
-        for chunk in entries[name].chunks:
-            _copy(name, piece, chunk, folder=folder, metadata=metadata)
+    parts = [
+        _Part(name, piece, chunk, metadata.storage_data[MetadataIndex(name, chunk.offsets)])
+        for name, piece in pieces.items()
+        for chunk in entries[name].chunks
+    ]
+    parts = [part for part in parts if part.first_row < part.end_row]
+    parts.sort(key=lambda part: (part.stored.relative_path, part.stored.offset))
+    for file_name, of_file in groupby(parts, key=lambda part: part.stored.relative_path):
+        with _opened(folder / file_name) as file:
+            for part in of_file:
+                _copy(part, file)
 
 
-def _copy(
-    name: str, piece: Piece, chunk: ChunkStorageMetadata, *, folder: Path, metadata: Metadata
-) -> None:
-    start, end = span_of(chunk)
-    first, last = max(start, piece.first_row), min(end, piece.end_row)
-    if first >= last:
-        return
-    stored = metadata.storage_data[MetadataIndex(name, chunk.offsets)]
-    path = folder / stored.relative_path
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """The rows that a piece and a chunk of the same tensor have in common."""
+
+    name: str
+    piece: Piece
+    chunk: ChunkStorageMetadata
+    stored: Any
+
+    @property
+    def first_row(self) -> int:
+        return max(span_of(self.chunk)[0], self.piece.first_row)
+
+    @property
+    def end_row(self) -> int:
+        return min(span_of(self.chunk)[1], self.piece.end_row)
+
+
+def _opened(path: Path) -> io.BufferedReader:
     try:
-        with _Window(path, stored.offset, stored.length) as window:
-            saved = torch.load(cast(IO[bytes], window), map_location="cpu", weights_only=True)
+        return path.open("rb")
+    except OSError as error:
+        raise _damaged(path, error.strerror or str(error), "a file that can be read") from error
+
+
+def _copy(part: _Part, file: io.BufferedReader) -> None:
+    piece, path = part.piece, Path(file.name)
+    wanted = f"{piece.rows.dtype} {list(part.chunk.sizes)}"
+    try:
+        window = cast(IO[bytes], _Window(file, part.stored.offset, part.stored.length))
+        saved = torch.load(window, map_location="cpu", weights_only=True)
+        found = _kind(saved)
     except Exception as error:  # torch raises many kinds for bytes that are no tensor
-        fault = Fault(str(path), f"{name}: {str(error).splitlines()[0]:.200}", "a tensor")
-        raise _unloadable(folder, "checkpoint.damaged", (fault,)) from error
-    # copy_ would cast and broadcast
-    found = f"{saved.dtype} {list(saved.shape)}" if isinstance(saved, Tensor) else "no tensor"
-    wanted = f"{piece.rows.dtype} {list(chunk.sizes)}"
-    if found != wanted:
-        fault = Fault(str(path), f"{name}: {found}", wanted)
-        raise _unloadable(folder, "checkpoint.damaged", (fault,))
+        line = f"{type(error).__name__}: {error}".partition("\n")[0]
+        raise _damaged(path, f"{part.name}: {line:.200}", "a tensor") from error
+    if found != wanted:  # copy_ would cast and broadcast
+        raise _damaged(path, f"{part.name}: {found}", wanted)
     with torch.no_grad():
         if piece.shape:
-            target = piece.rows[first - piece.first_row : last - piece.first_row]
-            target.copy_(saved[first - start : last - start])
+            start = span_of(part.chunk)[0]
+            target = piece.rows[part.first_row - piece.first_row : part.end_row - piece.first_row]
+            target.copy_(saved[part.first_row - start : part.end_row - start])
         else:
             piece.rows.copy_(saved)
+
+
+def _kind(saved: Any) -> str:
+    """Type and shape of what was read, if it is a tensor whose values can be copied."""
+    plain = type(saved) is Tensor and saved.layout is torch.strided and saved.device.type == "cpu"
+    return f"{saved.dtype} {list(saved.shape)}" if plain else "no dense tensor"
 
 
 class _Window(io.RawIOBase):
     """`length` bytes of a file from `offset` on, as a file that torch.load reads without a copy."""
 
-    def __init__(self, path: Path, offset: int, length: int) -> None:
-        self._file = path.open("rb")
+    def __init__(self, file: io.BufferedReader, offset: int, length: int) -> None:
+        self._file = file
         self._offset, self._length, self._at = offset, length, 0
 
     def readinto(self, buffer: Any) -> int:
@@ -160,10 +193,6 @@ class _Window(io.RawIOBase):
 
     def seekable(self) -> bool:
         return True
-
-    def close(self) -> None:
-        self._file.close()
-        super().close()
 
 
 def _told(entry: TensorStorageMetadata | None) -> str:
@@ -193,6 +222,11 @@ def _failed(folder: Path, error: BaseException) -> RunFailedError:
         where=str(folder),
         next_step="make room there, or name another folder with --set checkpoint.directory=DIR",
     )
+
+
+def _damaged(path: Path, found: str, wanted: str) -> RequestError:
+    fault = Fault(str(path), found, wanted)
+    return _unloadable(path.parent, "checkpoint.damaged", (fault,))
 
 
 def _unloadable(folder: Path, code: str, wrong: tuple[Fault, ...]) -> RequestError:
