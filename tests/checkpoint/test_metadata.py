@@ -3,6 +3,8 @@
 import os
 import pickle
 import random
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,16 +17,31 @@ from torch.distributed.checkpoint.metadata import (
     Metadata,
 )
 
-from pith.checkpoint.metadata import METADATA, read_metadata
+from pith.checkpoint.manifest import Manifest, TensorEntry
+from pith.checkpoint.metadata import METADATA, check_against, read_metadata, tensors_of
 from pith.checkpoint.pieces import Piece
 from pith.checkpoint.store import write
 from pith.errors import RequestError
+from tests.checkpoint.by_hand import manifest_of
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     write({"w": Piece(torch.ones(4, 2), 0, (4, 2))}, tmp_path, group=None)
     return tmp_path
+
+
+READ = """
+import sys
+from pathlib import Path
+from pith.checkpoint.metadata import read_metadata
+from pith.errors import RequestError
+for folder in map(Path, sys.argv[1:]):
+    try:
+        read_metadata(folder)
+    except RequestError as error:
+        print(f"{folder.name}: {error.found}", flush=True)
+"""
 
 
 class Call:
@@ -87,6 +104,74 @@ def test_bytes_that_are_no_metadata_are_refused(folder: Path) -> None:
     path.unlink()
     with pytest.raises(RequestError, match="No such file"):
         read_metadata(folder)
+
+
+def through_the_memo(get: Callable[[int], bytes], levels: int, each: int) -> tuple[bytes, bytes]:
+    chain = (get(k) + b"\x85" * each + b"\x94" for k in range(levels))
+    return b"](N\x94" + b"".join(chain) + b"e", b"j" + levels.to_bytes(4, "little")
+
+
+HEAVY = {  # what comes before a dict, and the key in it
+    "nested": (b"", b"N" + b"\x85" * 300_000),
+    "marked": (b"", b"(" * 300_000 + b"N" + b"t" * 300_000),
+    "in twos": (b"", b"N" * 300_000 + b"N" + b"\x86" * 300_000),
+    "in threes": (b"", b"N" * 600_000 + b"N" + b"\x87" * 300_000),
+    "in pieces": through_the_memo(lambda k: b"h" + bytes([k]), 255, 2000),
+    "of old parts": through_the_memo(lambda k: b"j" + k.to_bytes(4, "little"), 300_000, 1),
+    "in a tuple": (b"", b"N(N" + b"\x85" * 300_000 + b"t\x86"),
+    "wide": (b"(" + b"N" * 99999 + b"t\x94", b"(" + b"h\x00" * 99999 + b"t"),
+    "doubled": (b"N\x94", b"h\x00" + b"".join(b"\x94h%c\x86" % k for k in range(1, 60))),
+}
+
+
+def test_a_key_that_hashing_would_not_survive_is_refused(tmp_path: Path) -> None:
+    for kind, (before, key) in HEAVY.items():
+        (tmp_path / kind).mkdir()
+        (tmp_path / kind / METADATA).write_bytes(b"\x80\x04" + before + b"}" + key + b"Ns.")
+    read = [sys.executable, "-c", READ, *(tmp_path / kind for kind in HEAVY)]
+    done = subprocess.run(read, check=False, capture_output=True, text=True, timeout=60)
+    refused = dict(line.split(": ") for line in done.stdout.splitlines())
+    assert refused == dict.fromkeys(HEAVY, "a tuple of more than 100 parts"), done.stderr
+    assert done.returncode == 0
+
+
+@pytest.mark.parametrize("content", [b"\x85.", b"(\x85.", b"N(\x86.", b"h\x00.", b"\x94.", b"t."])
+def test_a_pickle_that_takes_more_than_it_holds_is_refused(folder: Path, content: bytes) -> None:
+    (folder / METADATA).write_bytes(b"\x80\x04" + content)
+    with pytest.raises(RequestError, match="takes more than it holds"):
+        read_metadata(folder)
+
+
+def manifest_like(folder: Path) -> Manifest:
+    manifest = manifest_of(folder, step=1)
+    return manifest.model_copy(update={"tensors": tensors_of(read_metadata(folder))})
+
+
+def test_what_metadata_and_manifest_tell_apart_is_named(folder: Path) -> None:
+    metadata, manifest = read_metadata(folder), manifest_like(folder)
+    check_against(metadata, manifest, folder)
+    (file,) = (entry for entry in manifest.files if entry.name != METADATA)
+    named = {entry.name: entry for entry in manifest.files}
+    for tensors, files, wanted in (
+        ({}, named, ["w: found shape=(4, 2) dtype='float32', wanted nothing"]),
+        ({"v": (4, 2)}, named, ["v: found nothing, wanted shape=(4, 2)", "w: found shape"]),
+        ({"w": (2, 4)}, named, ["w: found shape=(4, 2) dtype='float32', wanted shape=(2, 4)"]),
+        ({"w": "int32"}, named, ["dtype='float32', wanted shape=(4, 2) dtype='int32'"]),
+        ({"w": (4, 2)}, {METADATA: file}, [f"{file.name}: found a file in use"]),
+        ({"w": (4, 2)}, {file.name: file}, [f"{METADATA}: found a file in use"]),
+    ):
+        told = {
+            name: TensorEntry(shape=(4, 2), dtype=what)
+            if isinstance(what, str)
+            else TensorEntry(shape=what, dtype="float32")
+            for name, what in tensors.items()
+        }
+        kept = tuple(entry for entry in manifest.files if entry.name in files)
+        other = manifest.model_copy(update={"tensors": told, "files": kept})
+        with pytest.raises(RequestError, match=f"{len(wanted)} differences") as caught:
+            check_against(metadata, other, folder)
+        for fault, word in zip(caught.value.faults, wanted, strict=True):
+            assert word in str(fault)
 
 
 def put(**fields: Any) -> Callable[[Metadata], None]:

@@ -1,18 +1,29 @@
 """Pieces saved by any ranks are loaded by any others, by us and by torch itself."""
 
+import errno
 import os
+import pickle
+import random
+import re
 import resource
 import signal
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 
 from pith.checkpoint.manifest import MANIFEST, Manifest, Position, describe, encode
-from pith.checkpoint.metadata import read_metadata, tensors_of
+from pith.checkpoint.metadata import METADATA, read_metadata, tensors_of
 from pith.checkpoint.pieces import Piece
 from pith.checkpoint.store import load, read_whole, write
 from pith.errors import RequestError, RunFailedError
@@ -124,28 +135,114 @@ def save_twice(folder: Path) -> str:
     return str(caught.value)
 
 
-def fill_the_disk(folder: Path) -> str:
-    if dist.get_rank() == 1:
+def fill_the_disk(folder: Path, full: int, pieces_of: Callable[[int], dict[str, Piece]]) -> str:
+    rank = dist.get_rank()
+    if rank == full:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, resource.RLIM_INFINITY))
-    pieces = {"w": Piece(torch.zeros(1 << 16), dist.get_rank() << 16, (1 << 17,))}
     with pytest.raises(RunFailedError) as caught:
-        write(pieces, folder, group=dist.group.WORLD)
+        write(pieces_of(rank), folder, group=dist.group.WORLD)
     resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
     assert caught.value.code == "checkpoint.write_failed"
     return str(caught.value)
 
 
+def much_data(rank: int) -> dict[str, Piece]:
+    return {"w": Piece(torch.zeros(1 << 16), rank << 16, (1 << 17,))}
+
+
+def many_names(rank: int) -> dict[str, Piece]:
+    """All on rank 1: rank 0 writes no data, only .metadata, which is larger than 64 KiB."""
+    return {f"{k}": Piece(torch.zeros(rank), 0, (1,)) for k in range(700)}
+
+
 def test_what_fails_on_one_rank_fails_on_all_with_path_and_cause(
     run_ranks: RunRanks, tmp_path: Path
 ) -> None:
-    full, double = (tmp_path / "a").resolve(), tmp_path / "b"
-    full.mkdir()
-    double.mkdir()
-    for line in run_ranks(2, fill_the_disk, full):
-        assert str(full) in line
-        assert f"{os.strerror(27)} (rank 1)" in line
+    full, untold, double = (tmp_path.resolve() / name for name in "abc")
+    for folder in (full, untold, double):
+        folder.mkdir()
+    for folder, rank, pieces_of in ((full, 1, much_data), (untold, 0, many_names)):
+        for line in run_ranks(2, fill_the_disk, folder, rank, pieces_of):
+            assert str(folder) in line
+            assert f"{os.strerror(errno.EFBIG)} (rank {rank})" in line
+    assert (untold / "__1_0.distcp").stat().st_size > 1 << 16
+    assert not (untold / METADATA).exists()
     assert all("rows 0 to 3 twice" in line for line in run_ranks(2, save_twice, double))
+
+
+@pytest.mark.parametrize(("shape", "dtype"), [((4, 2), torch.int32), ((2, 4), torch.float32)])
+def test_stored_tensors_that_contradict_metadata_are_refused(
+    shape: tuple[int, ...], dtype: torch.dtype, tmp_path: Path
+) -> None:
+    write({"w": Piece(torch.ones(4, 2), 0, (4, 2))}, tmp_path, group=None)
+    path = tmp_path / METADATA
+    metadata = pickle.loads(path.read_bytes())
+    size, origin = torch.Size(shape), torch.Size([0, 0])
+    metadata.state_dict_metadata["w"] = TensorStorageMetadata(
+        TensorProperties(dtype), size, [ChunkStorageMetadata(origin, size)]
+    )
+    path.write_bytes(pickle.dumps(metadata))
+    rows = torch.zeros(shape, dtype=dtype)
+    found = re.escape(f"w: torch.float32 [4, 2], wanted {dtype} {list(shape)}")
+    with pytest.raises(RequestError, match=found) as caught:
+        load({"w": Piece(rows, 0, shape)}, tmp_path)
+    assert caught.value.code == "checkpoint.damaged"
+    assert not rows.any()
+
+
+@pytest.mark.parametrize(
+    "other",
+    [[1.0], torch.ones(4, 2).to_sparse(), torch.ones(4, 2, device="meta"), torch.ones(1, 2)],
+)
+def test_what_is_stored_in_place_of_a_tensor_is_refused(other: Any, tmp_path: Path) -> None:
+    write({"w": Piece(torch.ones(4, 2), 0, (4, 2))}, tmp_path, group=None)
+    stored = tmp_path / "__0_0.distcp"
+    metadata = pickle.loads((tmp_path / METADATA).read_bytes())
+    (info,) = metadata.storage_data.values()
+    torch.save(other, stored)
+    info.length = stored.stat().st_size
+    (tmp_path / METADATA).write_bytes(pickle.dumps(metadata))
+    with pytest.raises(RequestError, match=r"found w: ") as caught:
+        load({"w": Piece(torch.zeros(4, 2), 0, (4, 2))}, tmp_path)
+    assert caught.value.code == "checkpoint.damaged"
+
+
+def load_flipped(folder: Path) -> list[str]:
+    """What loading makes of one flipped bit, in each of 200 places, then of all of them."""
+    path = folder / "__0_0.distcp"
+    intact, draw = path.read_bytes(), random.Random(7)
+    tensor = whole()["few"]
+    values = intact.index(tensor.numpy().tobytes())
+    inside = [values + draw.randrange(tensor.numel() * 4) for _ in range(40)]
+    places = [*inside, *(draw.randrange(len(intact)) for _ in range(160))]
+    outcomes = []
+    for flipped in [*([at] for at in places), places]:
+        content = bytearray(intact)
+        for at in flipped:
+            content[at] ^= 1 << draw.randrange(8)
+        path.write_bytes(content)
+        pieces = emptied({"few": Piece(tensor, 0, (2, 4))})
+        try:
+            load(pieces, folder)
+        except RequestError as error:
+            outcomes.append(error.code)
+        else:
+            same = pieces["few"].rows.contiguous().numpy().tobytes() == tensor.numpy().tobytes()
+            outcomes.append("same" if same else "loaded")
+    return outcomes
+
+
+def test_a_flipped_bit_is_refused_or_loads_and_never_crashes(
+    run_ranks: RunRanks, tmp_path: Path
+) -> None:
+    folder = tmp_path / "saved"
+    folder.mkdir()
+    write({"few": Piece(whole()["few"], 0, (2, 4))}, folder, group=None)
+    (outcomes,) = run_ranks(1, load_flipped, folder)
+    assert outcomes[:40] == ["loaded"] * 40  # what only checksums see
+    assert outcomes[40:200].count("checkpoint.damaged") > 20
+    assert outcomes[200] == "checkpoint.damaged"
 
 
 def test_a_checkpoint_is_read_whole_or_every_damaged_file_is_named(tmp_path: Path) -> None:
