@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from pith.checkpoint.store import read_whole
 from pith.config import Recipe
 
 SITES = ("data", "forward", "backward", "optimizer")
@@ -23,7 +24,8 @@ def assert_ended(run: Any, *, status: int) -> None:
     """Ended as it should, with nothing that runs on or that could be taken for a finished run."""
     assert run.status == status, run.stderr
     assert run.survivors == []
-    assert not [path for path in run.cwd.rglob("weights-*") if path.suffix != ".tmp"]
+    assert not list(run.cwd.rglob("step-*"))
+    assert not list(run.cwd.rglob("runs/*/report.json"))
 
 
 def metrics_of(run: Any) -> list[dict[str, Any]]:
@@ -167,20 +169,42 @@ def test_a_last_update_that_ruins_the_model_is_no_finished_run(command: Any) -> 
     run = command.train(settings={"optimizer.lr": 1e38, "training.steps": 1})
 
     assert_ended(run, status=1)
-    assert "error: the validation loss is nan" in errors_of(run)[-1]
+    assert "values that are not finite are not saved; nothing was committed" in errors_of(run)[-1]
 
 
-def test_weights_are_never_saved_over_something_and_that_is_known_at_the_start(
+def test_a_model_of_finite_weights_whose_validation_is_not_is_no_finished_run(
     command: Any,
 ) -> None:
-    cwd = command.folder()
-    (cwd / "kept" / "weights-00000004").mkdir(parents=True)
-    run = command.train(settings={"checkpoint.directory": "kept"}, cwd=cwd)
+    settings = {"optimizer.lr": 1e18, "training.steps": 1}
+    run = command.train(settings=settings)
+    again = command.train(settings=settings, cwd=run.cwd)
+
+    for ended in (run, again):
+        assert ended.status == 1, ended.stderr
+        assert ended.survivors == []
+        assert not ended.run_dir.joinpath("report.json").exists()
+        assert "error: the validation loss is nan" in errors_of(ended)[-1]
+    saved = read_whole(run.run_dir / "checkpoints" / "step-00000001")
+    assert all(tensor.isfinite().all() for tensor in saved.values())
+
+
+def test_a_folder_that_holds_checkpoints_of_another_run_is_refused_at_the_start(
+    command: Any,
+) -> None:
+    short = {"checkpoint.directory": "kept", "training.steps": 1}
+    first = command.train(settings=short)
+    assert first.status == 0, first.stderr
+    before = contents(first.cwd / "kept" / "step-00000001")
+    run = command.train("--run-dir=other", settings=short, cwd=first.cwd)
 
     assert run.status == 2, run.stderr
+    assert run.survivors == []
     (line,) = errors_of(run)
-    assert "weights are never saved over something" in line
-    assert list((cwd / "kept" / "weights-00000004").iterdir()) == []
+    assert line.startswith(f"error: {first.cwd}/kept: ")
+    assert "the checkpoints of another run, " in line
+    assert f" in {first.run_dir}; wanted a folder of its own for each run" in line
+    assert not (first.cwd / "other").exists()
+    assert contents(first.cwd / "kept" / "step-00000001") == before
 
 
 def poke(path: Path, position: int, value: int) -> None:

@@ -10,6 +10,7 @@ from pith.comm.world import World
 from pith.data.loader import Batch
 from pith.errors import RunFailedError
 from pith.run.job import Job
+from pith.run.stop import StopRequest
 from pith.train import loop
 from tests.train.parity import random_batch, recipe, trainer_of
 
@@ -73,7 +74,7 @@ def train_with_another_order_on(rank: int, job: Job) -> RunFailedError | None:
 
     loop.open_data = open_mine
     try:
-        loop.run(job)
+        loop.run(job, StopRequest())
     except RunFailedError as error:
         return error
     return None
@@ -85,7 +86,7 @@ def test_a_run_whose_pipeline_reads_different_data_ends_before_its_first_step(
 ) -> None:
     run_dir = tmp_path / "run"
     run_dir.mkdir()
-    job = Job(command.recipe({"training.steps": 1}).to_toml(), "micro", str(run_dir))
+    job = Job(command.recipe({"training.steps": 1}).to_toml(), "micro", str(run_dir), run_id="one")
     errors = run_ranks(2, train_with_another_order_on, odd, job)
     lines = (run_dir / "metrics.jsonl").read_text().splitlines()
     if odd is None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pith.checkpoint.weights import load_weights
+from pith.checkpoint.store import read_whole
 from pith.config import Recipe
 from pith.run.trace import read_trace
 from pith.train.initial import fill
@@ -60,19 +60,26 @@ def contents(folder: Path) -> dict[str, tuple[str, int]]:
     }
 
 
-@pytest.fixture(scope="module")
-def twice(command: Any) -> Any:
-    """The same command twice in one folder, and what the first run had left before the second."""
-    options = ("--json", "--out", "report.json")
-    first = command.train(*options, settings=SPREAD, prefix=("-m", "pith.cli"))
-    before = contents(first.run_dir), (first.cwd / "report.json").read_bytes()
-    return first, before, command.train(*options, settings=SPREAD, cwd=first.cwd)
+def weights_of(checkpoint: Path) -> dict[str, Tensor]:
+    """The model alone, by canonical name."""
+    tensors = read_whole(checkpoint)
+    return {name[6:]: tensor for name, tensor in tensors.items() if name.startswith("model.")}
 
 
 @pytest.fixture(scope="module")
-def first(twice: Any) -> Any:
-    run = twice[0]
+def first(command: Any) -> Any:
+    run = command.train("--json", "--out=report.json", settings=SPREAD, prefix=("-m", "pith.cli"))
     assert run.status == 0, run.stderr
+    return run
+
+
+@pytest.fixture(scope="module")
+def anew(command: Any, first: Any) -> Any:
+    """The same command in the same place, which is not to go on."""
+    before = contents(first.run_dir)
+    run = command.train("--json", "--resume=never", settings=SPREAD, cwd=first.cwd)
+    assert run.status == 0, run.stderr
+    assert contents(Path(first.data["run_dir"])) == before
     return run
 
 
@@ -111,9 +118,8 @@ def test_stdout_is_one_report_with_the_promised_keys(first: Any) -> None:
     assert first.survivors == []
 
 
-def test_out_holds_what_stdout_held(twice: Any) -> None:
-    first, (_, report), _ = twice
-    assert report.decode() == first.stdout
+def test_out_holds_what_stdout_held(first: Any) -> None:
+    assert (first.cwd / "report.json").read_text() == first.stdout
 
 
 def test_the_loss_starts_at_an_even_guess_and_falls_on_repeated_data(first: Any) -> None:
@@ -171,20 +177,30 @@ def test_the_saved_weights_lie_in_the_run_folder(first: Any, run_dir: Path) -> N
     assert Path(first.data["checkpoint"]).parent == run_dir / "checkpoints"
 
 
-def test_the_same_command_again_makes_a_new_folder_and_leaves_the_first_alone(twice: Any) -> None:
-    first, (before, _), second = twice
-    assert second.status == 0, second.stderr
-    assert second.data["run_dir"] == first.data["run_dir"] + "-2"
-    assert second.data["run_dir"] in second.stderr.splitlines()[0]
-    assert contents(Path(first.data["run_dir"])) == before
-    assert contents(Path(second.data["run_dir"])).keys() == before.keys()
+def test_the_same_command_again_says_that_it_is_finished_and_changes_nothing(
+    command: Any, first: Any, run_dir: Path
+) -> None:
+    before = contents(run_dir)
+    again = command.train("--json", settings=SPREAD, cwd=first.cwd)
+
+    assert again.status == 0, again.stderr
+    assert again.stderr.startswith(f"run folder {run_dir}: this run is finished\n")
+    assert "step 1" not in again.stderr
+    assert again.data == first.data
+    assert contents(run_dir) | {"lock": before["lock"]} == before
+    assert again.seconds < 10
 
 
-def test_the_same_seed_gives_the_same_bits(twice: Any) -> None:
-    first, _, second = twice
-    assert losses(Path(second.data["run_dir"])) == losses(Path(first.data["run_dir"]))
-    assert second.data["validation_loss"].hex() == first.data["validation_loss"].hex()
-    one, two = (load_weights(Path(run.data["checkpoint"])) for run in (first, second))
+def test_a_run_that_does_not_go_on_has_a_folder_of_its_own(anew: Any, run_dir: Path) -> None:
+    assert anew.data["run_dir"] == f"{run_dir}-2"
+    assert anew.data["run_dir"] in anew.stderr.splitlines()[0]
+    assert contents(Path(anew.data["run_dir"])).keys() == contents(run_dir).keys()
+
+
+def test_the_same_seed_gives_the_same_bits(anew: Any, first: Any) -> None:
+    assert losses(Path(anew.data["run_dir"])) == losses(Path(first.data["run_dir"]))
+    assert anew.data["validation_loss"].hex() == first.data["validation_loss"].hex()
+    one, two = (read_whole(Path(run.data["checkpoint"])) for run in (first, anew))
     assert one.keys() == two.keys()
     assert all(torch.equal(one[name], two[name]) for name in one)
 
@@ -220,7 +236,7 @@ def test_every_layout_learns_as_one_process_and_leaves_the_same_whole_weights(
         assert run.status == 0, run.stderr
         assert run.data["world_size"] == num_processes
         assert run.data["exchange"] == settings.get("parallel.exchange", "local")
-        assert all(f"--nproc {num_processes}" in text for text in json.loads(run.stdout)["next"])
+        assert f"--nproc {num_processes}" in json.loads(run.stdout)["next"][-1]
     assert alone.data["world_size"] == 1
     own = steps(Path(run.data["run_dir"]))
     assert own[0]["loss"] == pytest.approx(steps(alone.run_dir)[0]["loss"], rel=1e-6)
@@ -228,13 +244,13 @@ def test_every_layout_learns_as_one_process_and_leaves_the_same_whole_weights(
         for key, tolerance in {"loss": 1e-5, "balance_loss": 1e-5, "grad_norm": 1e-4}.items():
             assert other[key] == pytest.approx(one[key], rel=tolerance), (one["step"], key)
 
-    weights = load_weights(Path(run.data["checkpoint"]))
-    wanted = load_weights(alone.cwd / alone.data["checkpoint"])
+    weights = weights_of(Path(run.data["checkpoint"]))
+    wanted = weights_of(alone.cwd / alone.data["checkpoint"])
     assert_same_weights(weights, wanted, start=initial_weights(command.recipe()))
 
 
 def test_weights_put_together_wrongly_would_be_seen(command: Any, alone: Any) -> None:
-    wanted = load_weights(alone.cwd / alone.data["checkpoint"])
+    wanted = weights_of(alone.cwd / alone.data["checkpoint"])
     start = initial_weights(command.recipe())
     assert_same_weights(wanted, wanted, start=start)
     experts = next(name for name in wanted if ".experts." in name)
@@ -253,9 +269,9 @@ def test_weights_put_together_wrongly_would_be_seen(command: Any, alone: Any) ->
 
 
 def test_weights_go_where_checkpoint_directory_says(alone: Any) -> None:
-    folder = alone.cwd / "kept" / "here" / "weights-00000004"
+    folder = alone.cwd / "kept" / "here" / "step-00000004"
     assert alone.cwd / alone.data["checkpoint"] == folder
-    assert load_weights(folder)
+    assert weights_of(folder)
     assert not (alone.run_dir / "checkpoints").exists()
 
 
