@@ -9,7 +9,7 @@ from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Self, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -25,6 +25,7 @@ from pith.errors import RunFailedError
 # One rank may write much longer than another; a rank that dies is noticed at once all the same.
 PATIENCE = timedelta(hours=1)
 
+T = TypeVar("T")
 Phase = Callable[[str, int], None]
 
 
@@ -72,8 +73,7 @@ class Saver:
         """
         notices = self.wait()
         step = manifest.position.step
-        self._phase("stage", step)
-        self._world.together(lambda: require_finite(self._pieces), group=self._group)
+        self._together("stage", step, lambda: require_finite(self._pieces))
         if self._pool is None or self._copies is None:
             return notices + self._write(self._pieces, manifest)
         copies = self._copies.result()
@@ -126,20 +126,20 @@ class Saver:
 
     def _write(self, pieces: Mapping[str, Piece], manifest: Manifest) -> tuple[str, ...]:
         step = manifest.position.step
-        self._phase("write", step)
-        self._on_first_rank(lambda: self._shelf.begin(step))
-        folder = self._shelf.temporary(step)
+        folder, is_first = self._shelf.temporary(step), self._world.rank == 0
         try:
+            self._together("write", step, lambda: self._shelf.begin(step) if is_first else None)
             write(pieces, folder, group=self._group)
-            described = self._world.together(lambda: self._describe(folder), group=self._group)
-            self._phase("commit", step)
-            self._on_first_rank(lambda: self._commit(manifest, described))
+            described = self._together("commit", step, lambda: self._describe(folder))
+            self._world.together(
+                lambda: self._commit(manifest, described) if is_first else None, group=self._group
+            )
         except BaseException:
-            if self._world.rank == 0:
+            if is_first:
                 self._shelf.discard(step)  # it may hold the space that is missing
             raise
-        self._phase("retire", step)
-        return tuple(self._shelf.retire(self._keep)) if self._world.rank == 0 else ()
+        retire = self._shelf.retire if is_first else lambda keep: []
+        return tuple(self._together("retire", step, lambda: retire(self._keep))[self._world.rank])
 
     def _describe(self, folder: Path) -> tuple[FileEntry, ...]:
         """Sizes and checksums of what this rank wrote, as the disk gives it back."""
@@ -174,8 +174,14 @@ class Saver:
         whole = manifest.model_copy(update={"tensors": tensors, "files": files})
         return self._shelf.commit(manifest.position.step, whole)
 
-    def _on_first_rank(self, action: Callable[[], object]) -> None:
-        self._world.together(action if self._world.rank == 0 else bool, group=self._group)
+    def _together(self, phase: str, step: int, action: Callable[[], T]) -> list[T]:
+        """Begin a phase with `action`, whose results are told; what one rank fails at, all raise."""
+
+        def begin() -> T:
+            self._phase(phase, step)
+            return action()
+
+        return self._world.together(begin, group=self._group)
 
 
 def require_finite(pieces: Mapping[str, Piece]) -> None:
