@@ -175,7 +175,7 @@ class Saver:
         return self._shelf.commit(manifest.position.step, whole)
 
     def _together(self, phase: str, step: int, action: Callable[[], T]) -> list[T]:
-        """Begin a phase with `action`, whose results are told; what one rank fails at, all raise."""
+        """Begin a phase with `action`; what it returns on each rank, or raises on any of them."""
 
         def begin() -> T:
             self._phase(phase, step)

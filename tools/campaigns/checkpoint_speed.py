@@ -1,9 +1,10 @@
 """Measures what a checkpoint costs by key and by byte.
 
-    python tools/campaigns/checkpoint_speed.py [--folder DIR]
+    python tools/campaigns/checkpoint_speed.py [--folder DIR] [--ranks N ...] [CASE ...]
 
 Each line saves and loads one set of tensors in DIR (a temporary folder by default): many small
-ones, few large ones, and experts one by one against stacked.
+ones, few large ones, and experts one by one against stacked. All of it takes minutes: CASE and
+--ranks choose parts.
 """
 
 import argparse
@@ -30,14 +31,18 @@ CASES = {  # tensors, shape of each
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("case", nargs="*", help=f"of {', '.join(map(repr, CASES))}; default: all")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--folder", type=Path)
-    base = parser.parse_args().folder
+    options = parser.parse_args()
+    if unknown := [name for name in options.case if name not in CASES]:
+        parser.error(f"no case {unknown[0]!r}; there are {', '.join(map(repr, CASES))}")
     print(
         f"{'case':20} ranks  MB     save s  load s  save us/key  load us/key  .metadata bytes/key"
     )
-    for name in CASES:
-        for num_ranks in (1, 2):
-            with tempfile.TemporaryDirectory(dir=base) as folder:
+    for name in options.case or CASES:
+        for num_ranks in options.ranks:
+            with tempfile.TemporaryDirectory(dir=options.folder) as folder:
                 _measure(name, num_ranks, Path(folder))
 
 
