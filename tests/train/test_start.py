@@ -10,7 +10,7 @@ import pytest
 
 from pith.checkpoint.manifest import read
 from pith.data.tokenize import tokenize
-from pith.errors import PithError, RequestError
+from pith.errors import PithError
 from pith.train.start import Resume, Start, begun
 from tests.train.conftest import DOCUMENT
 
