@@ -142,7 +142,8 @@ def _start(
         raise _gone(folder)
     announced = _changed_recipe(recipe, before, manifest, allowed=allowed, where=folder.path)
     if finished is not None and finished["steps"] == recipe.training.steps:
-        return Start(folder, finished=finished)
+        late = tuple(f"too late to change {text(change)}" for change in announced)
+        return Start(folder, finished=finished, notices=late)
     if position.step > recipe.training.steps:
         raise _too_far(position.step, recipe, where=checkpoint)
     loader = open_data(recipe, work_dir=folder.path, verify=False, position=position)
