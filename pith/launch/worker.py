@@ -15,6 +15,8 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
 
 from pith.errors import PithError, RunFailedError, StoppedError
 from pith.launch import failures
@@ -145,17 +147,31 @@ def _join_group(job: Job) -> None:
     ranks share one GPU.
     """
     timeout = timedelta(seconds=job.timeout_s)
+    joint = _joint(timeout)
     if job.device == "cpu":
-        dist.init_process_group("gloo", timeout=timeout)
+        dist.init_process_group("gloo", timeout=timeout, **joint)
         return
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
     torch.cuda.set_device(device)
     if job.backend == "nccl":
         # The warning asks for groups of their own for pipeline messages, which they have.
         os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
-        dist.init_process_group("cpu:gloo,cuda:nccl", timeout=timeout, device_id=device)
+        dist.init_process_group("cpu:gloo,cuda:nccl", timeout=timeout, device_id=device, **joint)
     else:
-        dist.init_process_group("cpu:gloo,cuda:gloo", timeout=timeout)
+        dist.init_process_group("cpu:gloo,cuda:gloo", timeout=timeout, **joint)
+
+
+def _joint(timeout: timedelta) -> dict[str, Any]:
+    """The store that the ranks of this attempt meet in, and who this process is in it.
+
+    torchrun serves ranks that it restarts the store of those that died, which still holds the
+    addresses of these: each attempt has names of its own there.
+    """
+    store, rank, world_size = next(rendezvous("env://", timeout=timeout))
+    store.set_timeout(timeout)
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    named = PrefixStore(f"attempt-{attempt}", store)
+    return {"store": named, "rank": rank, "world_size": world_size}
 
 
 def threads(num_ranks: int) -> int:
