@@ -126,7 +126,7 @@ def _train(
         )
     if fault is not None:
         InjectedFault.parse(fault)
-    num_ranks = recipe.mesh(world_size).world_size
+    recipe, num_ranks = _placed(recipe), recipe.mesh(world_size).world_size
     joined = environment.joined(os.environ)
 
     from pith.launch import devices, elastic, worker  # noqa: PLC0415  torch only to train
@@ -177,6 +177,15 @@ def _train(
         else:
             summary = None
         return finished or summary
+
+
+def _placed(recipe: Recipe) -> Recipe:
+    """The recipe with a folder for checkpoints that is the same wherever the run goes on."""
+    directory = recipe.checkpoint.directory
+    if directory is None:
+        return recipe
+    section = recipe.checkpoint.model_copy(update={"directory": os.path.abspath(directory)})
+    return recipe.model_copy(update={"checkpoint": section})
 
 
 def _place(recipe: Recipe, placing: Placing) -> Path:

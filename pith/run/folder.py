@@ -165,7 +165,8 @@ class RunFolder:
             report = json.loads(self.finished.read_bytes())
         except (OSError, ValueError, RecursionError):
             return None
-        return report if isinstance(report, dict) else None
+        whole = isinstance(report, dict) and isinstance(report.get("steps"), int)
+        return report if whole else None
 
     @contextmanager
     def lock(self) -> Iterator[str]:

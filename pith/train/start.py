@@ -4,6 +4,7 @@ All of it happens in one process, before a rank is started.
 """
 
 import shutil
+import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -134,11 +135,11 @@ def _start(
 ) -> Start:
     before = None if is_new else _recipe_of(folder)
     finished = None if is_new else folder.read_finished()
-    newest, told = _newest(recipe, folder, before)
+    newest, told = _newest(recipe, folder)
     checkpoint = newest.path if newest else Path(folder.origin) if folder.origin else None
     manifest = _require_whole(checkpoint) if checkpoint else None
     position = manifest.position if manifest else START
-    if finished is not None and manifest is None and finished["steps"] < recipe.training.steps:
+    if finished is not None and manifest is None and finished["steps"] != recipe.training.steps:
         raise _gone(folder)
     announced = _changed_recipe(recipe, before, manifest, allowed=allowed, where=folder.path)
     if finished is not None and finished["steps"] == recipe.training.steps:
@@ -180,20 +181,31 @@ def _start(
 def _recipe_of(folder: RunFolder) -> Recipe | None:
     """What the run in `folder` was last begun with; None where it was killed before that."""
     written = folder.recipe_toml
-    return Recipe.parse(written) if written is not None else None
+    if written is None:
+        return None
+    try:
+        return Recipe.parse(written)
+    except tomllib.TOMLDecodeError as error:
+        raise RequestError(
+            "run.folder",
+            what="the recipe of this run cannot be read",
+            found=str(error),
+            wanted="the config.toml that was written here",
+            where=str(folder.path / "config.toml"),
+            next_step="put it back, or --resume never",
+        ) from error
 
 
-def _newest(
-    recipe: Recipe, folder: RunFolder, before: Recipe | None
-) -> tuple[Found | None, list[str]]:
+def _newest(recipe: Recipe, folder: RunFolder) -> tuple[Found | None, list[str]]:
     """The newest complete checkpoint of the run, and what else lies there.
 
     Raises RequestError where checkpoints are there, and none of them is complete.
     """
-    shelves = {shelf_of(recipe, folder).path: shelf_of(recipe, folder)}
-    if before is not None:  # the recipe may name another place now
-        shelves.setdefault(shelf_of(before, folder).path, shelf_of(before, folder))
-    found = [entry for shelf in shelves.values() for entry in shelf.find()]
+    places = {shelf_of(recipe, folder).path, folder.checkpoints.absolute()}
+    for config in folder.path.glob("config*.toml"):  # the recipe may have named another place
+        directory = tomllib.loads(config.read_text()).get("checkpoint", {}).get("directory")
+        places |= {Path(directory)} if directory else set()
+    found = [entry for place in sorted(places) for entry in Shelf(place).find()]
     own = [entry for entry in found if entry.manifest and entry.manifest.run == folder.id]
     newest = max((entry for entry in own if entry.complete), key=_step, default=None)
     broken = [entry for entry in found if not entry.complete]
