@@ -7,8 +7,6 @@ import shutil
 import signal
 import threading
 import uuid
-from contextlib import suppress
-from multiprocessing.process import BaseProcess
 
 import torch
 import torch._dynamo  # the first optimizer imports it: once here, not in every rank
@@ -18,9 +16,9 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from pith.errors import RunFailedError
 from pith.launch import failures
-from pith.launch.worker import Summary, Train, entry
+from pith.launch.worker import END, Summary, Train, entry
 from pith.run.job import Job
-from pith.run.progress import Progress
+from pith.run.progress import Position, Progress
 from pith.run.stop import StopRequest
 
 # How long a rank may take to end once another one has failed.
@@ -96,55 +94,51 @@ class _Watch:
         self._job = job
         self._gentle = gentle
         self._end = end
-        self._not_told = set(range(num_ranks))
+        self._ranks = range(num_ranks)
+        self._told: set[int] = set()
         self._others = set(multiprocessing.active_children())
-        self._ranks: set[BaseProcess] = set()
 
     def run(self) -> None:
         """Watch until `done`. A rank may be started while others are killed: hence the loop."""
         while not self.done.wait(POLL_S):
-            self._ranks.update(self._alive())
             if self._end.signal is None:
                 if not self._failed():
                     self._pass_on()
                     continue
                 # A rank in a collective cannot hear the SIGTERM that elastic sends it.
                 self.done.wait(GRACE_S)
-            for process in () if self.done.is_set() else self._alive():
-                process.kill()
-
-    def _alive(self) -> set[BaseProcess]:
-        return set(multiprocessing.active_children()) - self._others
+            if not self.done.is_set():
+                for process in set(multiprocessing.active_children()) - self._others:
+                    process.kill()
 
     def _failed(self) -> bool:
-        """Whether a rank has left word of its failure, or has died."""
+        """Whether a rank has left word of its failure, or is gone before its end."""
         if any(self._job.failures_dir.glob("rank-*.json")):
             return True
-        return any(map(_ended_badly, self._ranks))
+        return any(p.slot != END and not _signal(p.pid, 0) for p in self._begun().values())
+
+    def _begun(self) -> dict[int, Position]:
+        """How far each rank is that has begun."""
+        found = {rank: Progress.read(self._job.progress_path(rank)) for rank in self._ranks}
+        return {rank: position for rank, position in found.items() if position is not None}
 
     def _pass_on(self) -> None:
         """Tell each rank once that it is to stop, as soon as it listens: when it has begun."""
         if self._gentle.signal is None:
             return
-        pids = {process.pid for process in self._ranks}
-        for rank in sorted(self._not_told):
-            position = Progress.read(self._job.progress_path(rank))
-            if position is not None and position.pid in pids:
-                with suppress(ProcessLookupError):
-                    os.kill(position.pid, self._gentle.signal)
-                self._not_told.remove(rank)
+        for rank, position in self._begun().items():
+            if rank not in self._told:
+                _signal(position.pid, self._gentle.signal)
+                self._told.add(rank)
 
 
-def _ended_badly(process: BaseProcess) -> bool:
-    """Whether `process` has ended otherwise than with status 0.
-
-    Elastic is to reap it: where two threads do, an exit code can be lost.
-    """
+def _signal(process_id: int, number: int) -> bool:
+    """Send a signal, 0 for none, to a process; whether there is one, if only to be reaped."""
     try:
-        ended = os.waitid(os.P_PID, process.pid or 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-    except ChildProcessError:  # elastic has
-        return bool(process.exitcode)
-    return ended is not None and ended.si_status != 0
+        os.kill(process_id, number)
+    except ProcessLookupError:
+        return False
+    return True
 
 
 def _stopped(number: signal.Signals) -> BaseException:

@@ -27,6 +27,8 @@ from pith.run.stop import StopRequest
 Summary = dict[str, Any]
 Train = Callable[[Job, StopRequest], Summary | None]
 
+# Where a rank is that has nothing left to do.
+END = "end"
 # A rank that was left alone in a collective lets the culprit speak first.
 VICTIM_WAIT_S = 1.0
 
@@ -51,7 +53,9 @@ def entry(train: Train, job: Job) -> Summary | None:
         Progress(job.progress_path(rank)).set(0, "start")
         await_peers(job, stop, num_ranks=int(os.environ["LOCAL_WORLD_SIZE"]))
         _join_group(job)
-        return _train(train, job, stop)
+        summary = _train(train, job, stop)
+        Progress(job.progress_path(rank)).set(0, END)
+        return summary
     except BaseException as error:
         failure = failures.describe(error, rank=rank, job=job)
         try:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,8 +19,10 @@ from pith.data.loader import Batch
 from pith.errors import RunFailedError
 from pith.ops.cross_entropy import NOT_COUNTED
 from pith.run.job import Job
+from pith.run.stop import StopRequest
 from pith.schedule.table import slot_text
 from pith.train import loop
+from pith.train.state import START
 from pith.train.step import Trainer, sum_of_squares
 from tests.train.one_piece import Weights, initial, whole_batch
 from tests.train.parity import (
@@ -324,15 +327,20 @@ def run_loops(folder: Path) -> dict[str, tuple[int, str]]:
         case = small(2, training={"steps": 7, **policy})
         trainer, run_dir = new_trainer(case), folder / name
         run_dir.mkdir(exist_ok=True)
-        job = Job(case.to_toml(), "test", str(run_dir))
+        job = Job(case.to_toml(), "test", str(run_dir), run_id="a test")
+        data = SimpleNamespace(
+            sample_ids=lambda first: np.arange(first, first + 6), fingerprint="", tokenizer=""
+        )
+        saver = SimpleNamespace(save=lambda manifest: (), check=lambda: (), wait=lambda: ())
         error = ""
-        with loop.Log(job, case, trainer.world) as log:
+        with loop.Log(run_dir / "metrics.jsonl", case, trainer.world) as log:
+            here, stop = loop._Whereabouts(job, trainer), StopRequest()
+            rank = loop._Rank(job, trainer, data, log, saver, here, stop, START)
             try:
-                here = loop._Whereabouts(job, trainer)
-                loop._train(here, trainer, log, None, bad_batches(trainer, bad))
+                rank.train(bad_batches(trainer, bad))
             except RunFailedError as failure:
                 error = f"{failure.code}: {failure}"
-        found[name] = len(log.steps), error
+        found[name] = len(log.speeds), error
     return found
 
 
