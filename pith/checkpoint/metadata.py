@@ -51,8 +51,8 @@ _DTYPES = {
 # What pickle writes for these records. Others can claim memory that the file does not have.
 _WRITTEN = re.compile(
     "PROTO|FRAME|STOP|MARK|EMPTY_(DICT|LIST|TUPLE)|TUPLE[123]?|APPENDS?|SETITEMS?|NEWOBJ|REDUCE|"
-    "BUILD|(STACK_)?GLOBAL|(SHORT_)?BIN(UNICODE|BYTES)|NONE|NEWTRUE|NEWFALSE|BININT[12]?|LONG1|MEMOIZE|"
-    "(LONG_)?BINGET"
+    "BUILD|(STACK_)?GLOBAL|(SHORT_)?BIN(UNICODE|BYTES)|NONE|NEWTRUE|NEWFALSE|BININT[12]?|LONG1|"
+    "MEMOIZE|(LONG_)?BINGET"
 )
 _OPCODES = {
     ord(opcode.code): (opcode.name, opcode.arg.n if opcode.arg else 0)
