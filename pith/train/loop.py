@@ -251,10 +251,11 @@ class _Rank:
             self.log.event("checkpoint_notice", notice, step=self.position.step, notice=notice)
 
     def _stopped(self) -> StoppedError:
-        by = self.stop.signal.name if self.stop.signal is not None else "a signal to another rank"
+        noted = self.trainer.world.together(lambda: self.stop.signal)
+        by = next(signal for signal in noted if signal is not None)
         return StoppedError(
             "run.stopped",
-            what=f"stopped by {by} after step {self.position.step}, which is saved",
+            what=f"stopped by {by.name} after step {self.position.step}, which is saved",
             where=str(self._folder),
             next_step="run the same command again",
         )

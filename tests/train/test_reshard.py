@@ -16,7 +16,7 @@ from pith.train.state import START, after, pieces, restore
 from pith.train.step import Trainer
 from tests.train.parity import random_batch, recipe, trainer_of
 
-SEQUENCES = 16
+SEQUENCES = 8
 LAYOUTS: dict[str, dict[str, Any]] = {
     "one process": {"pp": 1, "schedule": "1f1b-pair"},
     "pp 2, V": {"pp": 2, "schedule": "dualpipev"},
