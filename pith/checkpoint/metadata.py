@@ -39,6 +39,7 @@ _RECORDS = {
     ("torch.serialization", "_get_layout"),
     ("pathlib", "PosixPath"),
     ("pathlib._local", "PosixPath"),
+    ("builtins", "getattr"),  # of an enum, as Python 3.11.2 writes it; as inert as the rest
 }
 _DTYPES = {
     str(dtype).removeprefix("torch."): dtype

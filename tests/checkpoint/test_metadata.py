@@ -1,11 +1,13 @@
 """A crafted .metadata runs nothing and is refused in one line."""
 
+import io
 import os
 import pickle
 import random
 import subprocess
 import sys
 from collections.abc import Callable
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +72,32 @@ def test_a_crafted_pickle_runs_nothing(folder: Path, protocol: int) -> None:
             read_metadata(folder)
         assert str(folder / METADATA) in str(caught.value)
         assert not canary.exists()
+
+
+class _EarlyPython(pickle.Pickler):
+    """Writes members of an enum as Python 3.11.2 does."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, Enum):
+            return getattr, (type(value), value.name)
+        return NotImplemented
+
+
+def test_members_of_an_enum_are_read_as_early_releases_of_python_write_them(folder: Path) -> None:
+    metadata = pickle.loads((folder / METADATA).read_bytes())
+    written = io.BytesIO()
+    _EarlyPython(written, 4).dump(metadata)
+    assert b"getattr" in written.getvalue()
+    (folder / METADATA).write_bytes(written.getvalue())
+
+    assert tensors_of(read_metadata(folder)) == tensors_of(metadata)
+
+
+def test_getattr_is_as_inert_as_the_rest(folder: Path) -> None:
+    for payload in (Call(getattr, Metadata, "__class__"), Call(getattr, {}, "__class__")):
+        (folder / METADATA).write_bytes(pickle.dumps(payload, 4))
+        with pytest.raises(RequestError, match="getattr in place of Metadata"):
+            read_metadata(folder)
 
 
 @pytest.mark.parametrize("name", ["Size.__class__", "serialization.os.system", "load", "Tensor"])
