@@ -205,6 +205,14 @@ def _resume(text: str) -> Literal["auto", "never"] | Path:
     match text:
         case "auto" | "never":
             return text
+        case "":
+            raise RequestError(
+                "resume.empty",
+                what="an empty path is no checkpoint",
+                wanted="auto, never, or the path of a checkpoint or a run",
+                where="--resume",
+                next_step="leave out --resume to go on with the run in its folder",
+            )
     return Path(text)
 
 

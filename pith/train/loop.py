@@ -238,7 +238,12 @@ class _Rank:
         seconds = time.perf_counter() - start
         text = f"checkpoint {self._folder.name}: training stood still for {seconds:.2f} s"
         self.log.event(
-            "checkpoint", text, step=step, checkpoint=str(self._folder), stall_seconds=seconds
+            "checkpoint",
+            text,
+            step=step,
+            checkpoint=str(self._folder),
+            stall_seconds=seconds,
+            asynchronous=self.recipe.checkpoint.asynchronous,
         )
 
     @property

@@ -98,8 +98,11 @@ def shelf_of(recipe: Recipe, folder: RunFolder) -> Shelf:
 def _source(path: Path) -> Path:
     """The checkpoint at `path`, or the newest one of the run or the folder at `path`."""
     for directory in (path / "checkpoints", path):
-        if (newest := Shelf(directory).newest()) is not None:
-            return newest.path.absolute()
+        steps = [found for found in Shelf(directory).find() if found.step is not None]
+        if complete := [found for found in steps if found.complete]:
+            return complete[-1].path.absolute()
+        if steps:
+            raise damaged(steps[-1].path, steps[-1].faults)
     _require_whole(path.absolute())
     return path.absolute()
 
@@ -145,6 +148,8 @@ def _start(
     if finished is not None and finished["steps"] == recipe.training.steps:
         late = tuple(f"too late to change {text(change)}" for change in announced)
         return Start(folder, finished=finished, notices=late)
+    if newest is None and _has_saved(folder.metrics):
+        raise _gone(folder)
     if position.step > recipe.training.steps:
         raise _too_far(position.step, recipe, where=checkpoint)
     loader = open_data(recipe, work_dir=folder.path, verify=False, position=position)
@@ -247,12 +252,23 @@ def _changed_data(
     return refuse_fixed(found, allowed=allowed, where=str(where))
 
 
+def _has_saved(metrics: Path) -> bool:
+    """Whether a checkpoint was complete: one of the background is, once the next one begins."""
+    if not metrics.exists():
+        return False
+    with metrics.open() as lines:
+        told = [line for line in lines if line.startswith('{"event": "checkpoint",')]
+    return len(told) > any('"asynchronous": true' in line for line in told)
+
+
 def _gone(folder: RunFolder) -> RequestError:
     return RequestError(
         "resume.gone",
-        what="this run is finished and its checkpoints are gone, so it cannot go on",
+        what="the checkpoints of this run are gone, so it cannot go on",
+        found="no complete checkpoint",
+        wanted="those that metrics.jsonl tells of",
         where=str(folder.path),
-        next_step="--resume never starts anew",
+        next_step="put them back, or --resume never to start anew",
     )
 
 

@@ -183,6 +183,13 @@ LEFT: dict[str, Callable[[Path], None]] = {
 }
 
 
+def forget_saves(run_dir: Path) -> None:
+    """As if the run had been killed before its first save was complete."""
+    metrics = run_dir / "metrics.jsonl"
+    lines = metrics.read_text().splitlines(keepends=True)
+    metrics.write_text("".join(line for line in lines if '"event": "checkpoint"' not in line))
+
+
 @pytest.mark.parametrize("leftover", LEFT)
 def test_what_a_killed_save_leaves_is_told_skipped_and_never_newest(
     broken_off: Path, begin: Any, leftover: str
@@ -218,6 +225,7 @@ def test_leftovers_alone_start_the_run_at_its_first_step(broken_off: Path, begin
     folder = broken_off / "checkpoints"
     shutil.rmtree(folder / OLD)
     (folder / NEW).rename(folder / f"{NEW}.tmp")
+    forget_saves(broken_off)
     start = begin(broken_off)
 
     assert (start.checkpoint, start.folder.path) == (None, broken_off)
@@ -489,10 +497,20 @@ def test_a_run_that_was_killed_before_its_first_save_starts_at_step_1_again(
     broken_off: Path, begin: Any
 ) -> None:
     shutil.rmtree(broken_off / "checkpoints")
+    forget_saves(broken_off)
     start = begin(broken_off)
     assert (start.checkpoint, start.folder.path) == (None, broken_off)
     assert "resumes at step 0, no checkpoint" in told(start)
     assert steps(broken_off) == []
+
+
+def test_a_run_whose_checkpoints_are_gone_never_starts_anew_in_its_folder(
+    broken_off: Path, begin: Any
+) -> None:
+    shutil.rmtree(broken_off / "checkpoints")
+    before = (broken_off / "metrics.jsonl").read_bytes()
+    assert refused(begin, broken_off).code == "resume.gone"
+    assert (broken_off / "metrics.jsonl").read_bytes() == before
 
 
 def test_a_copied_run_folder_goes_on_by_itself(broken_off: Path, trained: Path, begin: Any) -> None:
