@@ -10,6 +10,7 @@ Every error is one line: what, found, wanted, where, next. Several faults of one
 together in `faults`, one line each.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -26,6 +27,12 @@ class Fault:
     def __str__(self) -> str:
         line = f"{self.where}: found {self.found}, wanted {self.wanted}"
         return f"{line} (nearest valid: {', '.join(self.nearest)})" if self.nearest else line
+
+
+def first_of(faults: Sequence[Fault]) -> str:
+    """The first of several faults, and how many more there are, in one line."""
+    more = f" and {len(faults) - 1} more" if len(faults) > 1 else ""
+    return f"{faults[0]}{more}"
 
 
 class PithError(Exception):

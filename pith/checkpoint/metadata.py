@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from pith.checkpoint.manifest import Manifest, TensorEntry
 from pith.checkpoint.pieces import num_rows, span_of, uncovered
-from pith.errors import Fault, RequestError
+from pith.errors import Fault, RequestError, first_of
 
 METADATA = ".metadata"
 _LARGEST_BYTES = 1 << 28  # about a million chunks
@@ -135,8 +135,7 @@ def read_metadata(folder: Path) -> Metadata:
     except Exception as error:  # what bytes that are no pickle lead to has no narrower type
         raise _refused(path, f"{type(error).__name__}: {str(error)[:200]}") from error
     if faults:
-        more = f" and {len(faults) - 1} more" if len(faults) > 1 else ""
-        raise _refused(path, f"{faults[0]}{more}", tuple(faults))
+        raise _refused(path, first_of(faults), tuple(faults))
     return metadata
 
 

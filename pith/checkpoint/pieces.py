@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.planner import (
     WriteItemType,
 )
 
-from pith.errors import Fault, RunFailedError
+from pith.errors import Fault, RunFailedError, first_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,10 +144,9 @@ def _agreed(
 
 
 def _unfit(faults: list[Fault]) -> RunFailedError:
-    more = f" and {len(faults) - 1} more" if len(faults) > 1 else ""
     return RunFailedError(
         "checkpoint.rows",
         what="the pieces of the ranks are not the whole tensors; nothing was saved",
-        found=f"{faults[0]}{more}",
+        found=first_of(faults),
         faults=tuple(faults),
     )

@@ -18,7 +18,7 @@ from pith.checkpoint.manifest import FileEntry, Manifest, describe
 from pith.checkpoint.metadata import read_metadata, tensors_of
 from pith.checkpoint.pieces import Piece
 from pith.checkpoint.shelf import Shelf
-from pith.checkpoint.store import write
+from pith.checkpoint.store import told_as_failed, write
 from pith.comm.world import World
 from pith.errors import RunFailedError
 
@@ -146,16 +146,8 @@ class Saver:
         rank = self._world.rank
         own = sorted(folder.glob(f"__{rank}_*"))
         written = [*own, folder / ".metadata"] if rank == 0 else own
-        try:
+        with told_as_failed(folder):
             return tuple(describe(path) for path in written)
-        except OSError as error:
-            raise RunFailedError(
-                "checkpoint.write_failed",
-                what="what was written cannot be read back; nothing was committed",
-                found=f"{error.strerror} (rank {rank})",
-                where=str(error.filename or folder),
-                next_step="look after the disk, or name another checkpoint.directory",
-            ) from error
 
     def _commit(self, manifest: Manifest, described: list[tuple[FileEntry, ...]]) -> Path:
         folder = self._shelf.temporary(manifest.position.step)

@@ -29,18 +29,18 @@ from torch.futures import Future
 from pith.checkpoint.manifest import faults, read
 from pith.checkpoint.metadata import check_against, read_metadata
 from pith.checkpoint.pieces import Piece, PiecesSavePlanner, span_of
-from pith.errors import Fault, PithError, RequestError, RunFailedError
+from pith.errors import Fault, PithError, RequestError, RunFailedError, first_of
 
 
 class _Writer(FileSystemWriter):
     """Says why the disk failed: an error loses what led to it on its way to another rank."""
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        with _told_as_failed(Path(self.path)):
+        with told_as_failed(Path(self.path)):
             return super().write_data(plan, planner)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        with _told_as_failed(Path(self.path)):
+        with told_as_failed(Path(self.path)):
             super().finish(metadata, results)
 
 
@@ -200,7 +200,8 @@ def _told(entry: TensorStorageMetadata | None) -> str:
 
 
 @contextmanager
-def _told_as_failed(folder: Path) -> Iterator[None]:
+def told_as_failed(folder: Path) -> Iterator[None]:
+    """Turn what goes wrong while `folder` is written into a RunFailedError with the cause."""
     try:
         yield
     except Exception as error:
@@ -230,11 +231,10 @@ def _damaged(path: Path, found: str, wanted: str) -> RequestError:
 
 
 def _unloadable(folder: Path, code: str, wrong: tuple[Fault, ...]) -> RequestError:
-    more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
     return RequestError(
         code,
         what="the checkpoint cannot be loaded",
-        found=f"{wrong[0]}{more}",
+        found=first_of(wrong),
         where=str(folder),
         next_step=f"pith checkpoint verify {folder}",
         faults=wrong,

@@ -34,7 +34,6 @@ from pith.errors import PithError, RequestError, RunFailedError
 from pith.report import finite
 from pith.run.environment import run_environment
 
-DEFAULT_DIRECTORY = Path("runs")
 LOCK_PATIENCE_S = 5.0  # a job that was killed a moment ago may still be going
 LOCK_RETRY_S = 0.05
 CANNOT_LOCK = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)

@@ -122,6 +122,13 @@ def read_steps(path: Path) -> list[dict[str, Any]]:
     return [value for _, value in _lines(path) if value is not None and _is_step(value)]
 
 
+def read_events(path: Path, event: str) -> list[dict[str, Any]]:
+    """The events of this name in metrics.jsonl, read as by `read_steps`."""
+    if not path.exists():
+        return []
+    return [value for _, value in _lines(path) if value is not None and value.get("event") == event]
+
+
 def _lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
     """Each line and what it says: None for a last one that was torn when its process was killed."""
     with path.open("rb") as file:

@@ -1,7 +1,7 @@
 """What a run tells while it trains: metrics.jsonl, and a line a step for people."""
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -22,8 +22,7 @@ class Log:
     def __init__(self, path: Path, recipe: Recipe, world: World) -> None:
         self._recipe = recipe
         self._world = world
-        self._speaks = world.rank == 0
-        self._metrics = MetricsLog(path) if self._speaks else None
+        self._metrics = MetricsLog(path) if world.rank == 0 else None
         self._console = StepConsole(recipe.training.steps)
         self.speeds: list[float] = []
         length = recipe.training.sequence_length
@@ -41,10 +40,18 @@ class Log:
             self._metrics.close()
 
     def step(
-        self, position: Position, result: StepResult, *, seconds: float, sample_ids: Ids
+        self,
+        position: Position,
+        result: StepResult,
+        *,
+        seconds: float,
+        sample_ids: Callable[[], Ids],
     ) -> None:
-        """Write down the step that led to `position` and read `sample_ids`, those of all ranks."""
+        """Write down the step that led to `position`; `sample_ids` gives what all ranks read."""
         tokens = self._recipe.batch(self._world.size).tokens_per_step
+        self.speeds.append(tokens / seconds)
+        if self._metrics is None:
+            return
         metrics = StepMetrics(
             step=position.step,
             loss=result.loss,
@@ -58,16 +65,14 @@ class Log:
             memory_bytes=result.memory_bytes,
             communication_seconds=self._communication(result),
             samples=position.samples,
-            sample_digest=hashlib.sha256(sample_ids.tobytes()).hexdigest()[:16],
+            sample_digest=hashlib.sha256(sample_ids().tobytes()).hexdigest()[:16],
             expert_load={str(layer): row for layer, row in enumerate(result.load_LE) if any(row)},
             **self._utilisation(tokens / seconds),
         )
-        self.speeds.append(metrics.tokens_per_second)
-        if self._metrics is not None:
-            self._metrics.step(metrics)
-            index, log = position.step - 1, self._recipe.log
-            if index % log.every == 0 or position.step == self._recipe.training.steps:
-                self._console.step(metrics)
+        self._metrics.step(metrics)
+        index, log = position.step - 1, self._recipe.log
+        if index % log.every == 0 or position.step == self._recipe.training.steps:
+            self._console.step(metrics)
 
     def event(self, name: str, text: str, **fields: object) -> None:
         """Write down something that happened between steps."""

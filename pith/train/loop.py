@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from pith.checkpoint.manifest import Manifest, Position, faults, read
 from pith.checkpoint.saver import Saver, open_group
+from pith.checkpoint.shelf import Shelf
 from pith.comm.world import World
 from pith.config import Recipe
 from pith.data.loader import Batch, Loader
@@ -67,8 +68,9 @@ def run(job: Job, stop: StopRequest) -> Summary | None:
         log = stack.enter_context(Log(folder.metrics, recipe, world))
         if manifest is not None:
             _load(trainer, manifest, folder=Path(job.checkpoint or ""), group=group, log=log)
+        shelf = shelf_of(recipe, folder)
         saver = Saver(
-            shelf_of(recipe, folder),
+            shelf,
             pieces(model),
             world=world,
             group=group,
@@ -80,7 +82,7 @@ def run(job: Job, stop: StopRequest) -> Summary | None:
         steps_left = recipe.training.steps - position.step
         stream = loader.stream(position.samples, steps_left, rows=trainer.rows)
         batches = stack.enter_context(stream)
-        rank = _Rank(job, trainer, loader, log, saver, here, stop, position)
+        rank = _Rank(job, trainer, loader, log, shelf, saver, here, stop, position)
         rank.train(batches)
         return rank.finish()
 
@@ -127,6 +129,7 @@ class _Rank:
     trainer: Trainer
     loader: Loader
     log: Log
+    shelf: Shelf
     saver: Saver
     here: "_Whereabouts"
     stop: StopRequest
@@ -192,10 +195,15 @@ class _Rank:
             is_stop_wanted=lambda: self.stop.signal is not None,
         )
         _synchronise(self.trainer.world.device)
-        sample_ids = self.loader.sample_ids(self.position.samples)
-        self.position = after(self.position, result, num_samples=len(sample_ids))
-        seconds = time.perf_counter() - start
-        self.log.step(self.position, result, seconds=seconds, sample_ids=sample_ids)
+        first_sample = self.position.samples
+        num_samples = self.recipe.training.global_batch_size
+        self.position = after(self.position, result, num_samples=num_samples)
+        self.log.step(
+            self.position,
+            result,
+            seconds=time.perf_counter() - start,
+            sample_ids=lambda: self.loader.sample_ids(first_sample),
+        )
         if is_first:
             write_trace(self.here.trace, self.trainer.world.rank, [" ".join(result.slots)])
         self._tell(self.saver.check())
@@ -249,7 +257,7 @@ class _Rank:
     @property
     def _folder(self) -> Path:
         """The checkpoint of this position."""
-        return shelf_of(self.recipe, folder_of(self.job)).folder(self.position.step)
+        return self.shelf.folder(self.position.step)
 
     def _tell(self, notices: Sequence[str]) -> None:
         for notice in notices:

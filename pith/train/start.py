@@ -16,9 +16,9 @@ from pith.checkpoint.shelf import Found, Shelf
 from pith.config import Recipe
 from pith.config.changes import Change, changes, refuse_fixed, text
 from pith.data.loader import Loader, prepare
-from pith.errors import Fault, PithError, RequestError
+from pith.errors import Fault, PithError, RequestError, first_of
 from pith.run.folder import RunFolder
-from pith.run.metrics import MetricsLog, rewind
+from pith.run.metrics import MetricsLog, read_events, rewind
 from pith.train.state import START, refuse_other_tensors
 
 Resume = Literal["auto", "never"] | Path
@@ -120,7 +120,7 @@ def damaged(folder: Path, found: Sequence[Fault]) -> RequestError:
     return RequestError(
         "checkpoint.damaged",
         what="the checkpoint is not what was saved; nothing was loaded",
-        found=str(found[0]) + (f" and {len(found) - 1} more" if len(found) > 1 else ""),
+        found=first_of(found),
         wanted="every file as its manifest says",
         where=str(folder),
         next_step="move it away to resume from the one before, or --resume never",
@@ -254,11 +254,8 @@ def _changed_data(
 
 def _has_saved(metrics: Path) -> bool:
     """Whether a checkpoint was complete: one of the background is, once the next one begins."""
-    if not metrics.exists():
-        return False
-    with metrics.open() as lines:
-        told = [line for line in lines if line.startswith('{"event": "checkpoint",')]
-    return len(told) > any('"asynchronous": true' in line for line in told)
+    saves = read_events(metrics, "checkpoint")
+    return len(saves) > any(save.get("asynchronous") for save in saves)
 
 
 def _gone(folder: RunFolder) -> RequestError:

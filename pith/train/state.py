@@ -19,7 +19,7 @@ from pith.checkpoint.pieces import Piece
 from pith.checkpoint.store import load
 from pith.config import Recipe
 from pith.data.loader import Loader
-from pith.errors import Fault, RequestError
+from pith.errors import Fault, RequestError, first_of
 from pith.ops.precision import wide
 from pith.plan.mesh import Mesh
 from pith.run.job import Job
@@ -104,7 +104,7 @@ def refuse_other_tensors(recipe: Recipe, manifest: Manifest, *, where: Path) -> 
         raise RequestError(
             "resume.tensors",
             what="the checkpoint is one of another model",
-            found=str(faults[0]) + (f" and {len(faults) - 1} more" if len(faults) > 1 else ""),
+            found=first_of(faults),
             wanted="the tensors of the recipe's model and optimizer",
             where=str(where),
             next_step="resume with the recipe of the checkpoint, or --resume never",

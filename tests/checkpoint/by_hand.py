@@ -31,6 +31,21 @@ def manifest_of(folder: Path, *, step: int, run: str = "run-1", loss: float = 2.
     )
 
 
+def bare_manifest(position: Position) -> Manifest:
+    """What a saver is given: it fills in tensors and files itself."""
+    return Manifest(
+        run="run-1",
+        position=position,
+        recipe={},
+        layout={},
+        corpus="",
+        tokenizer="",
+        versions={},
+        tensors={},
+        files=(),
+    )
+
+
 def begin(directory: Path, step: int) -> Path:
     """An interrupted save: every file but the manifest."""
     folder = Shelf(directory).begin(step)

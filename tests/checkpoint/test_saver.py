@@ -22,6 +22,7 @@ from pith.checkpoint.shelf import Shelf
 from pith.checkpoint.store import read_whole
 from pith.comm.world import World
 from pith.errors import PithError, RequestError, RunFailedError
+from tests.checkpoint.by_hand import bare_manifest
 from tests.conftest import RunRanks
 
 ROWS = 5000  # on each rank: more bytes than SMALL_DISK
@@ -72,18 +73,8 @@ class Ranks:
 
 
 def manifest(step: int) -> Manifest:
-    return Manifest(
-        run="r",
-        position=Position(
-            step=step, samples=step, updates=step, skips=0, first_loss=None, last_loss=None
-        ),
-        recipe={},
-        layout={},
-        corpus="",
-        tokenizer="",
-        versions={},
-        tensors={},
-        files=(),
+    return bare_manifest(
+        Position(step=step, samples=step, updates=step, skips=0, first_loss=None, last_loss=None)
     )
 
 

@@ -7,13 +7,14 @@ from typing import Any
 import pytest
 import torch
 
-from pith.checkpoint.manifest import Manifest
+from pith.checkpoint.manifest import Position
 from pith.checkpoint.saver import Saver, open_group
 from pith.checkpoint.shelf import Shelf
 from pith.checkpoint.store import read_whole
 from pith.config import Recipe
 from pith.train.state import START, after, pieces, restore
 from pith.train.step import Trainer
+from tests.checkpoint.by_hand import bare_manifest
 from tests.train.parity import random_batch, recipe, trainer_of
 
 SEQUENCES = 8
@@ -47,22 +48,11 @@ def num_ranks(layout: str) -> int:
     return math.prod(axes.get(axis, 1) for axis in ("pp", "dp", "ep"))
 
 
-def save(trainer: Trainer, folder: Path, position: Any) -> None:
-    manifest = Manifest(
-        run="a test",
-        position=position,
-        recipe={},
-        layout={},
-        corpus="",
-        tokenizer="",
-        versions={},
-        tensors={},
-        files=(),
-    )
+def save(trainer: Trainer, folder: Path, position: Position) -> None:
     group = open_group(trainer.world)
     how = {"world": trainer.world, "group": group, "keep": 0, "asynchronous": False}
     with Saver(Shelf(folder), pieces(trainer.model), **how) as saver:
-        saver.save(manifest)
+        saver.save(bare_manifest(position))
 
 
 def next_loss(trainer: Trainer) -> float:

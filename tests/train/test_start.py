@@ -403,7 +403,7 @@ def test_a_finished_run_whose_checkpoints_are_gone_neither_goes_on_nor_starts_an
     place: Path, begin: Any, num_steps: int
 ) -> None:
     shutil.rmtree(place / "checkpoints")
-    refused(begin, place, {"training.steps": num_steps})
+    assert refused(begin, place, {"training.steps": num_steps}).code == "resume.gone"
 
 
 def test_more_steps_go_on_with_a_finished_run(place: Path, begin: Any) -> None:

@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from pith.checkpoint.shelf import Shelf
 from pith.config import Recipe
 from pith.data.loader import Batch
 from pith.errors import RunFailedError
@@ -335,7 +336,7 @@ def run_loops(folder: Path) -> dict[str, tuple[int, str]]:
         error = ""
         with loop.Log(run_dir / "metrics.jsonl", case, trainer.world) as log:
             here, stop = loop._Whereabouts(job, trainer), StopRequest()
-            rank = loop._Rank(job, trainer, data, log, saver, here, stop, START)
+            rank = loop._Rank(job, trainer, data, log, Shelf(run_dir), saver, here, stop, START)
             try:
                 rank.train(bad_batches(trainer, bad))
             except RunFailedError as failure:

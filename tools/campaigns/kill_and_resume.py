@@ -29,6 +29,8 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+import kill_ranks
+
 from pith.checkpoint.manifest import faults
 from pith.checkpoint.shelf import Found, Shelf
 from pith.cli import app
@@ -42,18 +44,11 @@ LONGEST_LIFE_S = 120.0
 MOST_SAVES_PASSED = 4  # before a kill inside of one
 AT_START = 0.2  # share of the uniform kills that fall before the first step
 COMPARED = ("loss", "grad_norm", "lr", "sample_digest")
-MICRO = {
-    "model.fields.hidden_size": 32,
+MICRO = kill_ranks.MICRO | {
     "model.fields.num_hidden_layers": 4,
     "model.fields.num_attention_heads": 4,
     "model.fields.num_key_value_heads": 2,
-    "model.fields.head_dim": 8,
-    "model.fields.moe_intermediate_size": 16,
-    "model.fields.num_experts": 4,
     "training.steps": STEPS,
-    "training.sequence_length": 32,
-    "training.global_batch_size": 8,
-    "training.micro_batch_size": 1,
     "optimizer.warmup_steps": 5,
     "validation.num_sequences": 3,
     "checkpoint.every": EVERY,
