@@ -21,6 +21,10 @@ class Message:
     source: int
     target: int
 
+    @property
+    def sending_stage(self) -> int:
+        return self.stage - 1 if self.kind is Kind.F else self.stage + 1
+
     def __str__(self) -> str:
         content = "activation" if self.kind is Kind.F else "gradient"
         return f"{content} {self.stage}.{self.micro} from rank {self.source} to {self.target}"

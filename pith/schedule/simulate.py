@@ -1,30 +1,19 @@
-"""Simulation: when every slot of a table would run, given integer costs.
+"""Simulation: when every slot of a table would run, and what it would hold, given costs.
 
 The player below is also the judge of deadlock: it moves messages through channels as the engine
 does, and a rank that cannot start its next slot stops there.
 """
 
 from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from pith.errors import RunFailedError
+from pith.schedule.costs import Costs, Number, at
 from pith.schedule.lower import Message, Step, arrival, lower
 from pith.schedule.table import Kind, Op, Slot, Table, slot_text
 
-
-@dataclass(frozen=True, slots=True)
-class Costs:
-    """Time units of the parts of one stage. B costs i + w; a message is under way for `comm`."""
-
-    f: int = 1
-    i: int = 1
-    w: int = 1
-    comm: int = 0
-
-    def slot(self, slot: Slot) -> int:
-        """The time of a slot; a pair takes the sum of its two operations."""
-        times = {Kind.F: self.f, Kind.B: self.i + self.w, Kind.I: self.i, Kind.W: self.w}
-        return sum(times[op.kind] for op in slot)
+UNIT = Costs()  # F = I = W = 1, messages take no time, a stage of a micro-batch is one
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,36 +21,62 @@ class Span:
     """A slot from `start` to `end`, in time units."""
 
     slot: Slot
-    start: int
-    end: int
+    start: Number
+    end: Number
 
 
 @dataclass(frozen=True, slots=True)
 class Simulation:
-    """`rows[rank]` holds the spans of a rank in the order of its row."""
+    """When every slot of a table runs. `rows[rank]` holds the spans of a rank, in its order."""
 
+    table: Table
+    costs: Costs
     rows: tuple[tuple[Span, ...], ...]
 
     @property
-    def makespan(self) -> int:
+    def makespan(self) -> Number:
         """The end of the last slot."""
         return max((row[-1].end for row in self.rows if row), default=0)
 
     @property
-    def work(self) -> tuple[int, ...]:
+    def work(self) -> tuple[Number, ...]:
         """The busy time of each rank."""
-        return tuple(sum(span.end - span.start for span in row) for row in self.rows)
+        return tuple(sum(self.costs.slot(span.slot) for span in row) for row in self.rows)
 
     @property
-    def bubble(self) -> int:
+    def idle(self) -> tuple[Number, ...]:
+        """The time of each rank, up to the makespan, in which it waits or has ended."""
+        return tuple(self.makespan - work for work in self.work)
+
+    @property
+    def bubble(self) -> Number:
         """The makespan less the work of the busiest rank."""
         return self.makespan - max(self.work, default=0)
 
+    @property
+    def efficiency(self) -> float:
+        """The mean work of the ranks, as if nothing ran in pairs, by the makespan.
 
-def simulate(table: Table, *, f: int = 1, i: int = 1, w: int = 1, comm: int = 0) -> Simulation:
+        1 where no rank ever idles; a gain from pairs can bring it above 1, uneven stages below.
+        """
+        alone = sum(self.costs.operation(op) for row in self.rows for s in row for op in s.slot)
+        return float(alone / (len(self.rows) * self.makespan)) if self.makespan else 1.0
+
+    @property
+    def peak_live(self) -> tuple[Number, ...]:
+        """The most activations that each rank holds at once; see `live`."""
+        return tuple(max(live(row, self.costs), default=0) for row in self.table.rows)
+
+    @property
+    def peak_w_store(self) -> tuple[Number, ...]:
+        """The most that each rank keeps at once for weight gradients still to run."""
+        return tuple(max(_w_store(row, self.costs), default=0) for row in self.table.rows)
+
+
+def simulate(table: Table, costs: Costs = UNIT) -> Simulation:
     """Run `table` in simulated time. Raises RunFailedError when a rank can never finish its row."""
     steps = tuple(lower(table, rank) for rank in range(table.placement.pp))
-    played = play(table, steps, costs=Costs(f, i, w, comm))
+    played = play(table, steps, costs=costs)
     if played.blocked:
         rank, (slot, missing) = next(iter(played.blocked.items()))
         raise RunFailedError(
@@ -71,26 +86,58 @@ def simulate(table: Table, *, f: int = 1, i: int = 1, w: int = 1, comm: int = 0)
             wanted="an order in which every slot can start",
             where=f"schedule {table.name}",
         )
-    return Simulation(played.rows)
+    return Simulation(table, costs, played.rows)
 
 
-def peak_live(table: Table) -> tuple[int, ...]:
-    """The most stage activations that each rank holds at once, in stages of one micro-batch."""
-    return tuple(max(live(row), default=0) for row in table.rows)
+def live(row: tuple[Slot, ...], costs: Costs = UNIT) -> tuple[Number, ...]:
+    """The most activations held during each slot of a row.
 
-
-def live(row: tuple[Slot, ...]) -> tuple[int, ...]:
-    """Stage activations held during each slot of a row.
-
-    A forward adds one, the weight gradient (B or W) frees it. A pair trades layer for layer, so it
-    never holds both.
+    A forward adds those of its stage, B frees them; I frees all but what W needs, and W the rest.
+    By default I frees nothing and a stage counts one, the convention of published peaks. In a
+    pair the two operations take turns layer by layer, the backward first, so that it holds both
+    stages only as far as one has more layers than the other.
     """
-    held, counts = 0, []
+    held: Number = 0
+    counts = []
     for slot in row:
-        before = held
-        held += sum({Kind.F: 1, Kind.I: 0}.get(op.kind, -1) for op in slot)
-        counts.append(max(before, held))
+        peak = max(held, held + _most_added(slot, costs))
+        held += sum(_change(op, costs) for op in slot)
+        counts.append(max(peak, held))
     return tuple(counts)
+
+
+def _most_added(slot: Slot, costs: Costs) -> Number:
+    """The most that a slot holds more than was held before, layers of a pair in turns."""
+    changes = [_change(op, costs) for op in slot]
+    layers = [max(1, int(at(costs.layers, op.stage))) for op in slot]
+    return max(
+        sum(c if done >= n else c * done / n for c, n in zip(changes, layers, strict=True))
+        for done in range(1, max(layers) + 1)
+    )
+
+
+def _change(op: Op, costs: Costs) -> Number:
+    """What one operation adds to the activations held."""
+    whole, kept = at(costs.activation, op.stage), at(costs.w_store, op.stage)
+    match op.kind:
+        case Kind.F:
+            return whole
+        case Kind.B:
+            return -whole
+        case Kind.I:
+            return kept - whole
+        case Kind.W:
+            return -kept
+
+
+def _w_store(row: tuple[Slot, ...], costs: Costs) -> Iterator[Number]:
+    """What is kept for weight gradients after each slot of a row."""
+    kept: Number = 0
+    for slot in row:
+        for op in slot:
+            if op.kind in (Kind.I, Kind.W):
+                kept += at(costs.w_store, op.stage) * (1 if op.kind is Kind.I else -1)
+        yield kept
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +178,7 @@ class _Player:
         self.table = table
         self.costs = costs
         self.done: set[tuple[Kind, int, int]] = set()
-        self.sent: dict[tuple[int, int], list[tuple[Message, int]]] = defaultdict(list)
+        self.sent: dict[tuple[int, int], list[tuple[Message, Number]]] = defaultdict(list)
         self.num_posted: dict[tuple[int, int], int] = defaultdict(int)
         self.turn: dict[Message, int] = {}  # the place of its receive on its channel
 
@@ -150,10 +197,11 @@ class _Player:
         self.done.update(_result(op) for op in step.slot)
         for message in step.sends:
             channel = (message.source, message.target)
-            self.sent[channel].append((message, span.end + self.costs.comm))
+            delay = at(self.costs.comm, message.sending_stage)
+            self.sent[channel].append((message, span.end + delay))
         return span
 
-    def received(self, message: Message) -> int | None:
+    def received(self, message: Message) -> Number | None:
         """When `message` is there; None when it is not, or when its receive got another one."""
         sent = self.sent[message.source, message.target]
         turn = self.turn.get(message, len(sent))

@@ -18,7 +18,7 @@ from itertools import zip_longest
 
 from pith.errors import Fault, RunFailedError
 from pith.schedule.lower import Message, Step, lower
-from pith.schedule.simulate import Costs, live, play
+from pith.schedule.simulate import UNIT, live, play
 from pith.schedule.table import Kind, Op, Table, slot_text
 
 INVARIANTS: tuple[str, ...] = (
@@ -235,5 +235,5 @@ def _channels(steps: tuple[tuple[Step, ...], ...]) -> list[Violation]:
 def _progress(table: Table, steps: tuple[tuple[Step, ...], ...]) -> list[Violation]:
     return [
         Violation("progress", rank, slot_text(slot), f"waits for {missing}", "a start")
-        for rank, (slot, missing) in play(table, steps, costs=Costs()).blocked.items()
+        for rank, (slot, missing) in play(table, steps, costs=UNIT).blocked.items()
     ]

@@ -8,7 +8,8 @@ import pytest
 
 from pith.errors import RunFailedError
 from pith.schedule.build import SCHEDULES, build
-from pith.schedule.simulate import live, peak_live, simulate
+from pith.schedule.costs import Costs
+from pith.schedule.simulate import live, simulate
 from pith.schedule.table import Kind, Op, Table, parse_rows
 
 PPS = (2, 4, 8, 16)
@@ -39,12 +40,12 @@ def test_zbv_never_idles_inside_a_ranks_own_span(pp):
 def test_1f1b_and_gpipe_wait_for_one_filling_and_one_draining(f, i, w):
     for name in ("gpipe", "1f1b"):
         table = build(name, pp=8, num_micro_batches=32)
-        assert simulate(table, f=f, i=i, w=w).bubble == 7 * (f + i + w)
+        assert simulate(table, Costs(f=f, i=i, w=w)).bubble == 7 * (f + i + w)
 
 
 def test_the_dualpipe_formula_is_an_upper_bound_at_uneven_costs():
     f, i, w = 10, 12, 8
-    bubble = simulate(build("dualpipev", pp=8, num_micro_batches=32), f=f, i=i, w=w).bubble
+    bubble = simulate(build("dualpipev", pp=8, num_micro_batches=32), Costs(f=f, i=i, w=w)).bubble
     assert bubble == 172
     assert bubble < 7 * ((f + i + w) + (i + w) - 3 * w) == 182
 
@@ -60,7 +61,7 @@ def test_the_dualpipe_formula_is_an_upper_bound_at_uneven_costs():
     ],
 )
 def test_peak_live_activations_are_the_published_ones(name, stages):
-    assert peak_live(build(name, pp=4, num_micro_batches=16)) == stages
+    assert simulate(build(name, pp=4, num_micro_batches=16)).peak_live == stages
 
 
 def test_activations_live_until_the_weight_gradient_and_a_pair_trades():
@@ -70,14 +71,14 @@ def test_activations_live_until_the_weight_gradient_and_a_pair_trades():
 
 def test_times_of_one_micro_batch_by_hand():
     table = build("1f1b", pp=2, num_micro_batches=1)
-    plan = simulate(table, f=2, i=3, w=4, comm=5)
+    plan = simulate(table, Costs(f=2, i=3, w=4, comm=5))
     times = [[(span.start, span.end) for span in row] for row in plan.rows]
     assert times == [[(0, 2), (21, 28)], [(7, 9), (9, 16)]]
     assert (plan.makespan, plan.work, plan.bubble) == (28, (9, 9), 19)
 
 
 def test_a_pair_takes_the_sum_of_both():
-    plan = simulate(build("1f1b-pair", pp=1, num_micro_batches=2), f=2, i=3, w=4)
+    plan = simulate(build("1f1b-pair", pp=1, num_micro_batches=2), Costs(f=2, i=3, w=4))
     assert [(span.start, span.end) for span in plan.rows[0]] == [(0, 2), (2, 11), (11, 18)]
 
 
@@ -123,7 +124,7 @@ def test_times_are_the_longest_path(name):
             end[node] = max(ready, default=0) + sum(
                 cost[o.kind] for o in table.rows[rank][position]
             )
-        plan = simulate(table, f=f, i=i, w=w, comm=comm)
+        plan = simulate(table, Costs(f=f, i=i, w=w, comm=comm))
         assert end == {
             (rank, position): span.end
             for rank, row in enumerate(plan.rows)
