@@ -13,6 +13,7 @@ import pith
 from pith.cli import output
 from pith.cli.checkpoint import checkpoint_app
 from pith.cli.recipe import recipe_app
+from pith.cli.schedule import schedule_app
 from pith.cli.tokenize import tokenize_command
 from pith.cli.train import train_command
 from pith.errors import PithError, RequestError, StoppedError
@@ -88,6 +89,7 @@ def build() -> typer.Typer:
     app.command("tokenize")(tokenize_command)
     app.add_typer(recipe_app(), name="recipe")
     app.add_typer(checkpoint_app(), name="checkpoint")
+    app.add_typer(schedule_app(), name="schedule")
     return app
 
 

@@ -19,6 +19,8 @@ from pith.config import Recipe
 from pith.plan.dry_run import DryRun, RatePhase, StagePlan, describe, rate_phases
 from pith.plan.mesh import DENSE_AXES, EXPERT_AXES, Mesh
 from pith.schedule import draw
+from pith.schedule.simulate import simulate
+from pith.schedule.timeline import Timeline
 
 
 def dry_run(
@@ -31,7 +33,7 @@ def dry_run(
         mesh=recipe.mesh(world_size),
         batch=recipe.batch(world_size),
         table=recipe.table(world_size),
-        split=recipe.layer_split(),
+        split=recipe.pipeline(world_size).split,
     )
     optimizer = recipe.optimizer
     rates = rate_phases(
@@ -150,7 +152,7 @@ def _lines(
         yield f"{label:<10} {phase.name}, {steps}: {phase.start:.3g} to {phase.end:.3g}"
     for label, stage in zip(["stages", *[""] * len(plan.stages)], plan.stages, strict=False):
         yield f"{label:<10} {_stage_line(stage)}"
-    yield draw.text(plan.table, width=width)
+    yield draw.text(Timeline.planned(simulate(plan.table)), width=width)
     for warning in warnings:
         yield f"warning    {warning}"
 

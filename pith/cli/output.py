@@ -29,11 +29,11 @@ def emit(report: Report, *, json: bool, out: Path | None, text: str) -> None:
     if out is not None:
         write_whole(out, text=line)
     if json:
-        _print(line)
+        put(line)
 
 
-def _print(line: str) -> None:
-    """Write to stdout. Raises RequestError where it is closed or takes nothing more."""
+def put(line: str) -> None:
+    """Write data to stdout. Raises RequestError where it is closed or takes nothing more."""
     with to_stdout():
         if sys.stdout is None:
             raise OSError(errno.EBADF, "it is closed")

@@ -30,12 +30,13 @@ from pith.errors import Fault, RequestError
 from pith.plan import limits
 from pith.plan.batch import Batch, plan_batch
 from pith.plan.mesh import Mesh
-from pith.plan.placement import split_layers
-from pith.schedule import build
+from pith.plan.pipeline import Cutter, Pipeline, plan_pipeline
 from pith.schedule.table import Table
 
 # A token with k of E experts needs nearly every one of few ranks; then counts are not worth it.
 MOST_RANKS_FOR_COLLECTIVES = 4
+# What "auto" takes a pair to need of the time of its parts: one's exchange hides under the other.
+PAIR_WITH_EXCHANGE = 0.9
 ITEM_BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
 
 
@@ -95,13 +96,6 @@ class Recipe(Section):
         return _sizes(self.architecture, self.training.precision)
 
     @property
-    def schedule_name(self) -> str:
-        """The schedule, "auto" resolved."""
-        if self.parallel.schedule != "auto":
-            return self.parallel.schedule
-        return "1f1b-pair" if self.parallel.pp == 1 else "dualpipev"
-
-    @property
     def balance_coefficient(self) -> float:
         """The weight of the balance loss; 0 where its scope is none."""
         return self.balance.coefficient if self.balance.scope != "none" else 0.0
@@ -135,23 +129,23 @@ class Recipe(Section):
             sequence_length=training.sequence_length,
         )
 
-    def table(self, world_size: int | None = None) -> Table:
-        """The schedule table that this recipe runs on `world_size` ranks."""
-        num_micro_batches = self.batch(world_size).num_micro_batches
-        return build.build(
-            self.schedule_name, pp=self.parallel.pp, num_micro_batches=num_micro_batches
+    def pipeline(self, world_size: int | None = None) -> Pipeline:
+        """The schedule table that this recipe runs on `world_size` ranks, and its stages."""
+        parallel, model = self.parallel, self.architecture
+        explicit = parallel.layers_per_stage
+        return plan_pipeline(
+            parallel.schedule,
+            pp=parallel.pp,
+            num_micro_batches=self.batch(world_size).num_micro_batches,
+            num_stages=parallel.num_stages or (len(explicit) if explicit else None),
+            most_stages=limits.most_stages(model.num_layers),
+            cutter=Cutter(model, self.training.sequence_length, explicit),
+            pair=PAIR_WITH_EXCHANGE if parallel.ep > 1 else 1.0,
         )
 
-    def layer_split(self) -> tuple[range, ...]:
-        """Which layers each stage holds."""
-        model, length = self.architecture, self.training.sequence_length
-        return split_layers(
-            model.layer_costs(length),
-            num_stages=build.num_stages(self.schedule_name, pp=self.parallel.pp),
-            first_cost=model.embedding_cost(length),
-            last_cost=model.head_cost(length),
-            explicit=self.parallel.layers_per_stage,
-        )
+    def table(self, world_size: int | None = None) -> Table:
+        """The schedule table alone."""
+        return self.pipeline(world_size).table
 
     def not_trainable_yet(self) -> tuple[Fault, ...]:
         """What is sound in this recipe but cannot be trained by this version."""
@@ -245,7 +239,10 @@ def _layout_relations(
             yield from batch_faults
             if not (faults or batch_faults) and readable("parallel.schedule"):
                 yield from limits.table_size(
-                    recipe.schedule_name, pp=recipe.parallel.pp, batch=recipe.batch(world_size)
+                    recipe.parallel.schedule,
+                    pp=recipe.parallel.pp,
+                    num_stages=recipe.parallel.num_stages,
+                    batch=recipe.batch(world_size),
                 )
     lengths = ("optimizer.warmup_steps", "optimizer.decay_steps", "training.steps")
     if readable("optimizer.schedule", *lengths):
@@ -286,7 +283,7 @@ def _model_relations(
     counts = ("parallel.pp", "parallel.num_stages", "parallel.layers_per_stage")
     if readable("model.fields.num_hidden_layers", *counts):
         yield from limits.stages(
-            recipe.schedule_name if readable("parallel.schedule") else None,
+            axes.schedule if readable("parallel.schedule") else None,
             pp=axes.pp,
             num_layers=model.num_layers,
             num_stages=axes.num_stages,

@@ -171,7 +171,10 @@ class ValidationSection(Section):
 
 
 class LogSection(Section):
-    """A line every so many steps; run folders are made in `directory`."""
+    """A line every so many steps; run folders are made in `directory`. `trace_steps` are the steps
+    whose executed order and times go to trace/, counted from 1 at the first step that a process
+    takes: a resumed run counts anew."""
 
     every: Count = 1
     directory: PathText = "runs"
+    trace_steps: Annotated[tuple[Count, ...], Strict(False)] = (1, 3)

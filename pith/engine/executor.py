@@ -9,6 +9,7 @@ from torch import Tensor
 from pith.comm.channels import Transport
 from pith.comm.stopwatch import Stopwatch
 from pith.engine.chunk import MicroBatch, alternate, backward_chunk, drain, forward_chunk
+from pith.engine.clock import Clock
 from pith.engine.segment import Tape, Tensors
 from pith.engine.weight_grads import WeightGrads
 from pith.layer.protocol import Stage
@@ -22,6 +23,7 @@ Watch = Callable[[str], None]
 class Execution:
     """What one pass over the row left behind."""
 
+    clock: Clock
     losses: dict[int, Tensor] = field(default_factory=dict)  # micro-batch -> scalar sum
     slots: list[str] = field(default_factory=list)  # what really ran, in the table's text form
     begun: list[Op] = field(default_factory=list)  # operations of the slot that is running
@@ -53,16 +55,27 @@ class Executor:
         self._tapes: dict[tuple[int, int], Tape] = {}
         self._local: dict[Op, Tensors] = {}
 
-    def run(self, batches: Sequence[MicroBatch], *, watch: Watch = lambda text: None) -> Execution:
-        """Execute every slot. `watch` is called with each slot's text before it starts."""
-        execution = Execution()
+    def run(
+        self,
+        batches: Sequence[MicroBatch],
+        *,
+        watch: Watch = lambda text: None,
+        clock: Clock | None = None,
+    ) -> Execution:
+        """Execute every slot. `watch` is called with each slot's text before it starts.
+
+        `clock` is told of each slot that really ran.
+        """
+        execution = Execution(clock or Clock())
         for step in self._steps:
             watch(slot_text(step.slot))
             self._transport.post(step.post)
             results = self._run_slot(step.slot, batches, execution)
+            executed = _executed(execution.begun)
+            execution.clock.end(executed)
+            execution.slots.append(slot_text(executed))
             for op, tensors in zip(step.slot, results, strict=True):
                 self._hand_over(op, tensors, execution)
-            execution.slots.append(_executed(execution.begun))
         with self._stopwatch.running("pipeline"):
             self._transport.flush()
         assert not self._tapes, "the row ended with forwards that no backward used"
@@ -73,7 +86,7 @@ class Executor:
     def _run_slot(
         self, slot: Slot, batches: Sequence[MicroBatch], execution: Execution
     ) -> tuple[Tensors, ...]:
-        works = [self._start(op, batches, execution.begun) for op in slot]
+        works = [self._start(op, batches, execution) for op in slot]
         if len(works) == 1:
             return (drain(works[0]),)
         forward, backward = works
@@ -81,10 +94,13 @@ class Executor:
         return outputs, grads
 
     def _start(
-        self, op: Op, batches: Sequence[MicroBatch], begun: list[Op]
+        self, op: Op, batches: Sequence[MicroBatch], execution: Execution
     ) -> Generator[None, None, Tensors]:
-        """The work of one operation. When first advanced it enters `begun` and awaits its input."""
-        begun.append(op)
+        """The work of one operation. When first advanced it is noted as begun and awaits its input;
+        with the input of the first operation the slot's time begins."""
+        execution.begun.append(op)
+        inputs = self._input(op)
+        execution.clock.begin()
         key = (op.stage, op.micro)
         stage = self._stages[op.stage]
         match op.kind:
@@ -92,23 +108,23 @@ class Executor:
                 tape = Tape(recording=self._records)
                 if self._records:
                     self._tapes[key] = tape
-                carry = self._input(op)
-                return (yield from forward_chunk(stage, batches[op.micro], carry, tape))
+                return (yield from forward_chunk(stage, batches[op.micro], inputs, tape))
             case Kind.W:
                 self._weights.run_stored(*key)
                 return ()
             case Kind.B | Kind.I:
-                grads = self._input(op)
                 split = key if op.kind is Kind.I else None
                 tape = self._tapes.pop(key)
                 return (
                     yield from backward_chunk(
-                        stage, tape, grads, weights=self._weights, split=split
+                        stage, tape, inputs, weights=self._weights, split=split
                     )
                 )
 
     def _input(self, op: Op) -> Tensors:
-        """What the operation reads: a message, a local hand-over, or nothing on the first stage."""
+        """What the operation reads: a message, a local hand-over, or nothing (W, first stage)."""
+        if op.kind is Kind.W:
+            return ()
         message = arrival(self._table, op)
         if message is not None:
             with self._stopwatch.running("pipeline"):
@@ -134,8 +150,8 @@ class Executor:
             self._local[Op(Kind.B, op.stage - 1, op.micro)] = tensors
 
 
-def _executed(begun: list[Op]) -> str:
-    """The text of the slot that these operations made up, forward first; empties the list."""
+def _executed(begun: list[Op]) -> Slot:
+    """The slot that these operations made up, forward first; empties the list."""
     slot = tuple(sorted(begun, key=lambda op: op.kind is not Kind.F))
     begun.clear()
-    return slot_text(slot)
+    return slot

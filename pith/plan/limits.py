@@ -44,6 +44,11 @@ def sequence(length: int, *, cp: int, max_length: int) -> Iterator[Fault]:
         yield Fault(where, str(length), f"a multiple of 2 * cp = {blocks}", nearest)
 
 
+def most_stages(num_layers: int) -> int:
+    """The most stages of which none is idle."""
+    return num_layers + MAX_EMPTY_STAGES
+
+
 def stages(
     schedule: str | None,
     *,
@@ -53,27 +58,45 @@ def stages(
     layers_per_stage: Sequence[int] | None,
 ) -> Iterator[Fault]:
     """No stage is idle, and explicit numbers agree with the schedule (None: it is not known)."""
-    per_rank = 1 if schedule is None else build.num_stages(schedule, pp=1)
-    count, most = per_rank * pp, num_layers + MAX_EMPTY_STAGES
-    if count > most:
-        found = f"{pp} ({count} stages)"
+    most, counts = most_stages(num_layers), _stage_counts(schedule, pp=pp, asked=num_stages)
+    if min(counts) > most:
+        where = "parallel.pp" if num_stages not in counts else "parallel.num_stages"
+        found = f"{pp} ({min(counts)} stages)" if where == "parallel.pp" else str(num_stages)
         wanted = f"at most {most} stages for {num_layers} layers"
-        yield Fault("parallel.pp", found, wanted, (str(max(1, most // per_rank)),))
+        nearest = max(1, most // (min(counts) // pp)) if where == "parallel.pp" else most // pp * pp
+        yield Fault(where, found, wanted, (str(nearest),) if nearest else ())
     if schedule is None:
         return
-    if num_stages not in (None, count):
-        wanted = f"{count}: what {schedule} has on {pp} ranks"
-        yield Fault("parallel.num_stages", str(num_stages), wanted, (str(count),))
-    if layers_per_stage is not None and count <= most:
+    if num_stages is not None and num_stages not in counts:
+        shown = " or ".join(map(str, counts))
+        wanted = f"{shown}: what {schedule} has on {pp} ranks"
+        if build.varies(schedule):
+            wanted = f"a multiple of pp = {pp}"
+        yield Fault("parallel.num_stages", str(num_stages), wanted, tuple(map(str, counts)))
+    if layers_per_stage is not None and min(counts) <= most:
+        count = len(layers_per_stage) if len(layers_per_stage) in counts else max(counts)
         try:
             split_layers([0.0] * num_layers, num_stages=count, explicit=layers_per_stage)
         except RequestError as error:
             yield from error.faults
 
 
-def table_size(schedule: str, *, pp: int, batch: Batch) -> Iterator[Fault]:
+def _stage_counts(schedule: str | None, *, pp: int, asked: int | None) -> tuple[int, ...]:
+    """How many stages a schedule may cut the model into on `pp` ranks, `asked` where it can."""
+    if schedule is None:
+        return (pp,)
+    if schedule == "auto":
+        counts = (pp, 2 * pp)
+        return (asked,) if asked in counts else counts
+    if build.varies(schedule) and asked is not None:
+        near = max(1, round(asked / pp)) * pp
+        return (near,)
+    return (build.num_stages(schedule, pp=1) * pp,)
+
+
+def table_size(schedule: str, *, pp: int, num_stages: int | None, batch: Batch) -> Iterator[Fault]:
     """The schedule's table is small enough to be built and drawn within seconds."""
-    per_rank = build.num_stages(schedule, pp=1)
+    per_rank = max(_stage_counts(schedule, pp=pp, asked=num_stages)) // pp
     most = _most_micro_batches(pp * per_rank)
     if most < 1:
         largest = next(n for n in range(MAX_CELLS, 0, -1) if _most_micro_batches(n * per_rank) >= 1)

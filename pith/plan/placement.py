@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from fractions import Fraction
 from itertools import accumulate
+from math import gcd
 
 from pith.errors import Fault, RequestError
 
@@ -13,18 +14,22 @@ def split_layers(
     num_stages: int,
     first_cost: float = 0.0,
     last_cost: float = 0.0,
+    folded: bool = False,
     explicit: Sequence[int] | None = None,
 ) -> tuple[range, ...]:
     """Cut the layers into `num_stages` contiguous ranges whose largest cost is least.
 
     Stage 0 carries `first_cost` (embedding) besides its layers, the last one `last_cost` (head). A
     range may be empty. Among equal splits the one whose costs, then whose lengths are most even
-    wins, earlier stages taking the longer ranges. `explicit` gives the lengths instead. Raises
-    RequestError where `explicit` does not place each layer exactly once.
+    wins, earlier stages taking the longer ranges. `folded`: stages s and num_stages - 1 - s share a
+    rank (a V of two stages a rank), so that the ends of the model give way to embedding and head
+    together, as far as it makes the largest cost of a rank smaller. `explicit` gives the lengths.
+    Raises RequestError where `explicit` does not place each layer exactly once.
     """
     assert num_stages >= 1, "a pipeline has a stage"
     if explicit is None:
-        lengths = _even_lengths(*_whole_numbers(costs, num_stages, first_cost, last_cost))
+        balance = _folded_lengths if folded else _even_lengths
+        lengths = balance(*_whole_numbers(costs, num_stages, first_cost, last_cost))
     else:
         lengths = _checked(explicit, num_layers=len(costs), num_stages=num_stages)
     ends = list(accumulate(lengths))
@@ -50,7 +55,9 @@ def _whole_numbers(
     """
     exact = [Fraction(cost) for cost in (*costs, first_cost, last_cost)]
     scale = max(value.denominator for value in exact)  # powers of two: floats are dyadic
-    *layers, first, last = (int(value * scale) for value in exact)
+    numbers = [int(value * scale) for value in exact]
+    common = gcd(*numbers) or 1
+    *layers, first, last = (number // common for number in numbers)
     carried = [0] * num_stages
     carried[0] += first
     carried[-1] += last
@@ -97,3 +104,43 @@ def _fits(costs: list[int], carried: list[int], limit: int) -> bool:
             room -= costs[layer]
             layer += 1
     return layer == len(costs)
+
+
+def _folded_lengths(costs: list[int], carried: list[int]) -> tuple[int, ...]:
+    """The best of three: stages as even as can be; or the rank of both ends takes an even share
+    of everything, rounded to layers down or up, and the stages between are as even as can be."""
+    splits = [_even_lengths(costs, carried)]
+    if len(carried) > 2:
+        for first, last in _ends(costs, carried):
+            inner = costs[first : len(costs) - last]
+            splits.append((first, *_even_lengths(inner, carried[1:-1]), last))
+    return min(splits, key=lambda split: _unevenness(split, costs, carried))
+
+
+def _ends(costs: list[int], carried: list[int]) -> list[tuple[int, int]]:
+    """How many layers the first and the last stage take, which share a rank: the most that stay
+    within an even share of a rank, and one more; the lighter stage takes the next layer."""
+    taken, loads = [(0, 0)], [carried[0], carried[-1]]
+    share = Fraction(sum(costs) + sum(carried), len(carried) // 2)
+    while sum(loads) <= share and sum(taken[-1]) < len(costs):
+        first, last = taken[-1]
+        if loads[0] <= loads[1]:
+            loads[0] += costs[first]
+            taken.append((first + 1, last))
+        else:
+            loads[1] += costs[-1 - last]
+            taken.append((first, last + 1))
+    return taken[-2:]
+
+
+def _unevenness(
+    lengths: tuple[int, ...], costs: list[int], carried: list[int]
+) -> tuple[int, int, int]:
+    """The largest cost of a rank of the V, then how uneven costs and lengths of stages are."""
+    ends = list(accumulate(lengths))
+    stages = [
+        sum(costs[end - length : end]) + extra
+        for end, length, extra in zip(ends, lengths, carried, strict=True)
+    ]
+    ranks = map(sum, zip(stages, reversed(stages), strict=True))
+    return max(ranks), sum(cost**2 for cost in stages), sum(length**2 for length in lengths)

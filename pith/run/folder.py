@@ -6,7 +6,7 @@ environment.json   code, versions, devices
 config-1.toml      what config.toml said before a resumed run changed it; environment-1.json too
 metrics.jsonl      one object a step, and events
 report.json        how the run ended
-trace/             the executed order
+trace/             what ranks executed in traced steps, and when
 checkpoints/       what is saved
 lock               held by whoever writes here
 """

@@ -62,6 +62,11 @@ class Costs:
             )
         return cls(**values)
 
+    @property
+    def is_by_stage(self) -> bool:
+        """Whether any cost says one number a stage."""
+        return any(isinstance(getattr(self, name), tuple) for name in _NAMES)
+
     def require(self, num_stages: int) -> None:
         """Raise RequestError where a tuple has another length than `num_stages`."""
         faults = tuple(

@@ -6,6 +6,8 @@ of its own that delivers in order, so the receiver must post its receives in the
 sender's row sends, whatever order it consumes them in. Receives are posted one slot ahead.
 """
 
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from pith.schedule.table import Kind, Op, Slot, Table
@@ -61,31 +63,49 @@ def departure(table: Table, op: Op) -> Message | None:
 
 
 def lower(table: Table, rank: int) -> tuple[Step, ...]:
-    """The row of `rank` with its sends and receives. Meant for tables that verify accepts.
+    """The row of `rank` with its sends and receives, for one channel a direction."""
+    return lower_rows(table)[rank]
 
-    Before slot t every channel into the rank has its receives posted up to the last message that
+
+def lower_rows(table: Table) -> tuple[tuple[Step, ...], ...]:
+    """The rows of all ranks with their sends and receives. Meant for tables that verify accepts.
+
+    Before slot t every channel into a rank has its receives posted up to the last message that
     slots up to t + 1 need; a message that comes before its turn is held.
     """
-    row = table.rows[rank]
-    needs = [tuple(m for op in slot if (m := arrival(table, op))) for slot in row]
-    queues = {
-        source: _sends_to(table, source, rank)
-        for source in sorted({message.source for need in needs for message in need})
-    }
+    sends = [[_sends(table, slot) for slot in row] for row in table.rows]
+    queues: dict[tuple[int, int], list[Message]] = defaultdict(list)
     place: dict[Message, int] = {}
-    for queue in queues.values():
-        for position, message in enumerate(queue, start=1):
-            place.setdefault(message, position)
-    posted = dict.fromkeys(queues, 0)
-    steps = []
-    for turn, slot in enumerate(row):
+    for message in (m for row in sends for leaving in row for m in leaving):
+        queue = queues[message.source, message.target]
+        queue.append(message)
+        place.setdefault(message, len(queue))
+    rows = []
+    for row, leaving in zip(table.rows, sends, strict=True):
+        posts = _posts(table, row, queues=queues, place=place)
+        rows.append(tuple(map(Step, row, posts, leaving)))
+    return tuple(rows)
+
+
+def _posts(
+    table: Table,
+    row: tuple[Slot, ...],
+    *,
+    queues: Mapping[tuple[int, int], list[Message]],
+    place: Mapping[Message, int],
+) -> Iterator[tuple[Message, ...]]:
+    """The receives to post before each slot of a row, one slot ahead of their use."""
+    needs = [tuple(m for op in slot if (m := arrival(table, op))) for slot in row]
+    posted: dict[tuple[int, int], int] = defaultdict(int)
+    for turn in range(len(row)):
         post: list[Message] = []
         for message in (m for need in needs[turn : turn + 2] for m in need):
-            start, end = posted[message.source], place.get(message, 0)
-            post += queues[message.source][start:end]
-            posted[message.source] = max(start, end)
-        steps.append(Step(slot, tuple(post), _sends(table, slot)))
-    return tuple(steps)
+            channel = message.source, message.target
+            start, end = posted[channel], place.get(message, 0)
+            if end > start:
+                post += queues[channel][start:end]
+                posted[channel] = end
+        yield tuple(post)
 
 
 def channels(table: Table) -> tuple[tuple[int, int], ...]:
@@ -97,7 +117,7 @@ def channels(table: Table) -> tuple[tuple[int, int], ...]:
 def _message(table: Table, kind: Kind, micro: int, *, source: int, target: int) -> Message | None:
     """The message from stage `source` to stage `target`, if both exist, on different ranks."""
     place = table.placement
-    if min(source, target) < 0 or max(source, target) >= place.num_stages:
+    if not (0 <= source < place.num_stages and 0 <= target < place.num_stages):
         return None
     sender, receiver = place.rank(source, micro), place.rank(target, micro)
     return Message(kind, target, micro, sender, receiver) if sender != receiver else None
@@ -106,8 +126,3 @@ def _message(table: Table, kind: Kind, micro: int, *, source: int, target: int) 
 def _sends(table: Table, slot: Slot) -> tuple[Message, ...]:
     """What leaves after `slot`, in slot order."""
     return tuple(m for op in slot if (m := departure(table, op)))
-
-
-def _sends_to(table: Table, source: int, target: int) -> list[Message]:
-    """What `source` sends to `target`, in sending order."""
-    return [m for slot in table.rows[source] for m in _sends(table, slot) if m.target == target]

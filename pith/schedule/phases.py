@@ -56,10 +56,10 @@ def count_off(stages: tuple[int, ...], *, phases: Iterable[Phase]) -> tuple[Slot
     def operation(cell: str) -> Op:
         kind = Kind(cell[0])
         if kind is Kind.W:
-            earlier = next(op for op in owed if len(cell) == 1 or op.stage == stages[int(cell[1])])
+            earlier = next(op for op in owed if len(cell) == 1 or op.stage == stages[int(cell[1:])])
             owed.remove(earlier)
             return Op(Kind.W, earlier.stage, earlier.micro)
-        stage = stages[int(cell[1])]
+        stage = stages[int(cell[1:])]
         count = (kind is Kind.F, stage)
         op = Op(kind, stage, seen[count])
         seen[count] += 1

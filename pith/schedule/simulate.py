@@ -1,16 +1,12 @@
-"""Simulation: when every slot of a table would run, and what it would hold, given costs.
+"""Simulation: when every slot of a table would run, and what it would hold, given costs."""
 
-The player below is also the judge of deadlock: it moves messages through channels as the engine
-does, and a rank that cannot start its next slot stops there.
-"""
-
-from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from pith.errors import RunFailedError
 from pith.schedule.costs import Costs, Number, at
-from pith.schedule.lower import Message, Step, arrival, lower
+from pith.schedule.lower import lower_rows
+from pith.schedule.play import play
 from pith.schedule.table import Kind, Op, Slot, Table, slot_text
 
 UNIT = Costs()  # F = I = W = 1, messages take no time, a stage of a micro-batch is one
@@ -75,8 +71,7 @@ class Simulation:
 
 def simulate(table: Table, costs: Costs = UNIT) -> Simulation:
     """Run `table` in simulated time. Raises RunFailedError when a rank can never finish its row."""
-    steps = tuple(lower(table, rank) for rank in range(table.placement.pp))
-    played = play(table, steps, costs=costs)
+    played = play(table, lower_rows(table), costs=costs)
     if played.blocked:
         rank, (slot, missing) = next(iter(played.blocked.items()))
         raise RunFailedError(
@@ -86,7 +81,12 @@ def simulate(table: Table, costs: Costs = UNIT) -> Simulation:
             wanted="an order in which every slot can start",
             where=f"schedule {table.name}",
         )
-    return Simulation(table, costs, played.rows)
+    rows = (map(_span, row, times) for row, times in zip(table.rows, played.times, strict=True))
+    return Simulation(table, costs, tuple(map(tuple, rows)))
+
+
+def _span(slot: Slot, times: tuple[Number, Number]) -> Span:
+    return Span(slot, *times)
 
 
 def live(row: tuple[Slot, ...], costs: Costs = UNIT) -> tuple[Number, ...]:
@@ -138,98 +138,3 @@ def _w_store(row: tuple[Slot, ...], costs: Costs) -> Iterator[Number]:
             if op.kind in (Kind.I, Kind.W):
                 kept += at(costs.w_store, op.stage) * (1 if op.kind is Kind.I else -1)
         yield kept
-
-
-@dataclass(frozen=True, slots=True)
-class Played:
-    """What ran, and for each rank that stopped early its next slot and the first missing input."""
-
-    rows: tuple[tuple[Span, ...], ...]
-    blocked: dict[int, tuple[Slot, str]]
-
-
-def play(table: Table, steps: tuple[tuple[Step, ...], ...], *, costs: Costs) -> Played:
-    """Run lowered rows until all have ended or none can go on.
-
-    Sends never block. The n-th receive posted on a channel gets the n-th message sent on it. A slot
-    starts when its rank is free and all inputs of its operations are there.
-    """
-    player = _Player(table, costs)
-    rows: list[list[Span]] = [[] for _ in steps]
-    moving = True
-    while moving:
-        moving = False
-        for spans, row in zip(rows, steps, strict=True):
-            while len(spans) < len(row) and (span := player.run(row[len(spans)], after=spans)):
-                spans.append(span)
-                moving = True
-    blocked = {
-        rank: (row[len(spans)].slot, player.missing(row[len(spans)].slot))
-        for rank, (spans, row) in enumerate(zip(rows, steps, strict=True))
-        if len(spans) < len(row)
-    }
-    return Played(tuple(map(tuple, rows)), blocked)
-
-
-class _Player:
-    """The channels and the finished operations of one play."""
-
-    def __init__(self, table: Table, costs: Costs) -> None:
-        self.table = table
-        self.costs = costs
-        self.done: set[tuple[Kind, int, int]] = set()
-        self.sent: dict[tuple[int, int], list[tuple[Message, Number]]] = defaultdict(list)
-        self.num_posted: dict[tuple[int, int], int] = defaultdict(int)
-        self.turn: dict[Message, int] = {}  # the place of its receive on its channel
-
-    def run(self, step: Step, *, after: list[Span]) -> Span | None:
-        """Run a step behind the spans of its rank; None while an input is missing."""
-        for message in step.post:
-            if message not in self.turn:
-                channel = (message.source, message.target)
-                self.turn[message] = self.num_posted[channel]
-                self.num_posted[channel] += 1
-        if self.missing(step.slot):
-            return None
-        arrivals = [self.received(m) for op in step.slot if (m := arrival(self.table, op))]
-        start = max([after[-1].end if after else 0, *(time or 0 for time in arrivals)])
-        span = Span(step.slot, start, start + self.costs.slot(step.slot))
-        self.done.update(_result(op) for op in step.slot)
-        for message in step.sends:
-            channel = (message.source, message.target)
-            delay = at(self.costs.comm, message.sending_stage)
-            self.sent[channel].append((message, span.end + delay))
-        return span
-
-    def received(self, message: Message) -> Number | None:
-        """When `message` is there; None when it is not, or when its receive got another one."""
-        sent = self.sent[message.source, message.target]
-        turn = self.turn.get(message, len(sent))
-        return sent[turn][1] if turn < len(sent) and sent[turn][0] == message else None
-
-    def missing(self, slot: Slot) -> str:
-        """The first input of `slot` that is not there yet; empty when all are."""
-        for op in slot:
-            message = arrival(self.table, op)
-            if message and self.received(message) is None:
-                return str(message)
-            for kind, stage, micro in _local_inputs(self.table, op, has_message=bool(message)):
-                if (kind, stage, micro) not in self.done:
-                    return f"{'B or I' if kind is Kind.B else kind}{stage}.{micro}"
-        return ""
-
-
-def _result(op: Op) -> tuple[Kind, int, int]:
-    """What an operation leaves behind for others; B and I both leave the input gradient."""
-    return (Kind.B if op.kind is Kind.I else op.kind, op.stage, op.micro)
-
-
-def _local_inputs(table: Table, op: Op, *, has_message: bool) -> list[tuple[Kind, int, int]]:
-    """The results of its own rank that `op` needs."""
-    if op.kind is Kind.W:
-        return [(Kind.B, op.stage, op.micro)]
-    if op.kind is Kind.F:
-        return [(Kind.F, op.stage - 1, op.micro)] if op.stage and not has_message else []
-    own = (Kind.F, op.stage, op.micro)
-    is_last = op.stage == table.placement.num_stages - 1
-    return [own] if is_last or has_message else [own, (Kind.B, op.stage + 1, op.micro)]

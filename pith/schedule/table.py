@@ -42,7 +42,8 @@ class Op:
     def parse(cls, text: str) -> "Op":
         """Read the text form. Raises ValueError naming the text."""
         stage, dot, micro = text[1:].partition(".")
-        if text[:1] not in Kind.__members__ or not dot or not (stage + micro).isdecimal():
+        numbers_fit = all(part.isdecimal() and part.isascii() for part in (stage, micro))
+        if text[:1] not in Kind.__members__ or not dot or not numbers_fit or len(text) > 40:
             raise ValueError(f"{text!r} is no operation; wanted KIND STAGE.MICRO, such as F0.3")
         return cls(Kind(text[0]), int(stage), int(micro))
 
@@ -102,7 +103,8 @@ class Table:
     def digest(self) -> str:
         """A hash of everything that decides execution; equal on all ranks or the run stops."""
         place = self.placement
-        head = f"{place.style} {place.pp} {place.num_stages} {self.num_micro_batches}"
+        counts = (place.pp, place.num_stages, place.num_micro_batches, self.num_micro_batches)
+        head = f"{place.style} {' '.join(map(str, counts))}"
         return hashlib.sha256("\n".join((head, *self.row_texts())).encode()).hexdigest()
 
 

@@ -28,6 +28,7 @@ from pith.models.qwen3 import Qwen3Stage
 from pith.ops import Operators, choose
 from pith.ops.precision import wide
 from pith.plan.mesh import DATA_AXES, DENSE_AXES, EXPERT_AXES, Mesh
+from pith.plan.pipeline import Pipeline
 from pith.schedule.lower import channels
 from pith.schedule.passes import forward_only
 from pith.schedule.table import Table
@@ -66,7 +67,8 @@ def build(recipe: Recipe, world: World, *, headers: bool = False, empty: bool = 
     messages and asserts the labels. Every rank calls this at the same
     time: groups are opened and the schedule is agreed on. Needs a process group, if only of one.
     """
-    table = recipe.table(world.size)
+    pipeline = recipe.pipeline(world.size)
+    table = pipeline.table
     check(table)
     world.agree("schedule", table.digest())
     groups = Groups(recipe.mesh(world.size), world)
@@ -74,7 +76,7 @@ def build(recipe: Recipe, world: World, *, headers: bool = False, empty: bool = 
     weights, stopwatch = WeightGrads(), Stopwatch()
     parts = _parts(recipe, groups, operators=operators, weights=weights, stopwatch=stopwatch)
     rank = groups.mesh.coordinates(world.rank).pp
-    stages = _build_stages(recipe, table, rank, parts=parts)
+    stages = _build_stages(recipe, pipeline, rank, parts=parts)
     parameters = Parameters(
         stages,
         dense=Spread.over(groups, *DENSE_AXES),
@@ -170,18 +172,20 @@ def _exchange(name: str, groups: Groups, *, num_experts: int) -> Exchange:
     raise AssertionError(name)
 
 
-def _build_stages(recipe: Recipe, table: Table, rank: int, *, parts: Parts) -> dict[int, Stage]:
-    architecture, split = recipe.architecture, recipe.layer_split()
+def _build_stages(
+    recipe: Recipe, pipeline: Pipeline, rank: int, *, parts: Parts
+) -> dict[int, Stage]:
+    place = pipeline.table.placement
     return {
         stage: build_stage(
-            architecture,
-            split[stage],
+            recipe.architecture,
+            pipeline.split[stage],
             is_first=stage == 0,
-            is_last=stage == table.placement.num_stages - 1,
+            is_last=stage == place.num_stages - 1,
             parts=parts,
             dtype=wide(DTYPES[recipe.training.precision]),
         )
-        for stage in table.placement.stages(rank)
+        for stage in place.stages(rank)
     }
 
 

@@ -21,6 +21,7 @@ from pith.checkpoint.shelf import Shelf
 from pith.comm.world import World
 from pith.config import Recipe
 from pith.data.loader import Batch, Loader
+from pith.engine.clock import Clock, clock_of
 from pith.errors import RunFailedError, StoppedError
 from pith.ops.cross_entropy import NOT_COUNTED
 from pith.run.folder import RunFolder
@@ -28,7 +29,7 @@ from pith.run.job import Job
 from pith.run.metrics import read_steps
 from pith.run.progress import Progress
 from pith.run.stop import StopRequest
-from pith.run.trace import write_trace
+from pith.run.trace import TraceFile
 from pith.schedule.table import Kind
 from pith.train.build import build
 from pith.train.fault import FaultSite
@@ -139,12 +140,17 @@ class _Rank:
     def recipe(self) -> Recipe:
         return self.trainer.recipe
 
+    @property
+    def trace(self) -> TraceFile:
+        world = self.trainer.world
+        return TraceFile(folder_of(self.job).trace, rank=world.rank, num_ranks=world.size)
+
     def train(self, batches: Iterator[Batch]) -> None:
         """Take the steps that are left, saving as the recipe says and when asked to stop."""
         validation, checkpoint = self.recipe.validation, self.recipe.checkpoint
         first, steps = self.position.step, self.recipe.training.steps
         for index in range(first, steps):
-            result = self._step(next(batches), is_first=index == first)
+            result = self._step(next(batches), number=index + 1 - first)
             is_last = index + 1 == steps
             if _is_due(index + 1, every=validation.every) and not (is_last or result.stop):
                 self.validate()
@@ -183,16 +189,19 @@ class _Rank:
         folder_of(self.job).finish(summary)
         return summary
 
-    def _step(self, batch: Batch, *, is_first: bool) -> StepResult:
+    def _step(self, batch: Batch, *, number: int) -> StepResult:
+        """Take the step that is this process's `number`-th, from 1."""
+        clock = self._clock(number)
         index, start = self.position.step, time.perf_counter()
         self.here.begin(index + 1)
-        if is_first:
+        if number == 1:
             _assert_same_data(self.trainer, batch)
         result = self.trainer.step(
             index,
             batch,
             watch=self.here.begin_slot,
             is_stop_wanted=lambda: self.stop.signal is not None,
+            clock=clock,
         )
         _synchronise(self.trainer.world.device)
         first_sample = self.position.samples
@@ -204,11 +213,20 @@ class _Rank:
             seconds=time.perf_counter() - start,
             sample_ids=lambda: self.loader.sample_ids(first_sample),
         )
-        if is_first:
-            write_trace(self.here.trace, self.trainer.world.rank, [" ".join(result.slots)])
+        if clock is not None:
+            self.trace.append(self.position.step, clock=clock.name, spans=result.spans)
         self._tell(self.saver.check())
         self._report_unusual(result)
         return result
+
+    def _clock(self, number: int) -> Clock | None:
+        """What times the step of that number; None where it is not traced."""
+        traced = self.recipe.log.trace_steps
+        if number not in traced:
+            return None
+        if number == min(traced):
+            self.trace.clear()
+        return clock_of(self.trainer.world.device)
 
     def _report_unusual(self, result: StepResult) -> None:
         """Tell of a step without labels, or one that moved no weight; stop where asked to."""
@@ -312,7 +330,6 @@ class _Whereabouts:
         self._progress = Progress(job.progress_path(trainer.world.rank))
         self._site = FaultSite(job.fault, rank=trainer.world.rank)
         self._step = 0
-        self.trace = folder_of(job).trace
         trainer.model.stopwatch.notice = self._begin_exchange
 
     def begin(self, step: int) -> None:

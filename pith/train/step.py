@@ -13,10 +13,12 @@ from pith.comm.world import World
 from pith.config import Recipe
 from pith.data.loader import Batch
 from pith.engine.chunk import MicroBatch
+from pith.engine.clock import Clock
 from pith.engine.executor import Watch
 from pith.layer.balance import StepLoad
 from pith.layer.protocol import Context, RouterLosses
 from pith.plan.mesh import DATA_AXES
+from pith.schedule.simulate import Span
 from pith.train.build import Model
 from pith.train.learning_rate import learning_rate
 from pith.train.optim import clip_coefficient, set_learning_rate
@@ -42,6 +44,7 @@ class StepResult:
     memory_bytes: int  # the peak so far of the rank that needs most
     communication_seconds: Mapping[str, float]  # by phase, the host's, mean over ranks
     slots: tuple[str, ...]  # what this rank executed
+    spans: tuple[Span, ...]  # and when, in seconds on the clock of the step; empty without one
 
 
 # Phases of communication in the order in which their times are summed over ranks.
@@ -106,20 +109,23 @@ class Trainer:
         *,
         watch: Watch = lambda text: None,
         is_stop_wanted: Callable[[], bool] = lambda: False,
+        clock: Clock | None = None,
     ) -> StepResult:
         """Train as step `index`, counted from 0, on this rank's `rows` of a global batch.
 
         `watch` is called with the text of each slot, and with "gather", "reduce" and "optimizer",
         before it starts. `is_stop_wanted` is asked once, late in the step, and the ranks agree.
+        `clock`, a new one, times the slots; every rank has one in the same steps.
         """
-        model, meter = self.model, RoutingMeter()
+        model, meter, clock = self.model, RoutingMeter(), clock or Clock()
         model.stopwatch.lap()  # an evaluation may have gone before
         num_counted, num_labels = self._count(batch)
+        clock.zero()
         watch("gather")
         self._gather()
         losses = self._router_losses(counted_share=num_counted / num_labels)
         micro_batches = self._micro_batches(batch, losses=losses, meter=meter, routing=self.routing)
-        execution = model.training.run(micro_batches, watch=watch)
+        execution = model.training.run(micro_batches, watch=watch, clock=clock)
         watch("reduce")
         with model.stopwatch.running("reduce"):
             grads = model.parameters.reduce(scale=1.0 / max(1, num_counted))
@@ -148,6 +154,7 @@ class Trainer:
             memory_bytes=totals.memory_bytes,
             communication_seconds=totals.communication_seconds,
             slots=tuple(execution.slots),
+            spans=clock.spans(),
         )
 
     def evaluate(self, batch: Batch) -> float:

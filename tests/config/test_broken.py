@@ -246,7 +246,7 @@ def test_no_value_escapes_as_anything_but_a_request_error(tmp_path_factory, pair
     if recipe is None:
         assert named
     else:
-        assert sum(map(len, recipe.layer_split())) == recipe.architecture.num_layers
+        assert sum(map(len, recipe.pipeline().split)) == recipe.architecture.num_layers
         path = tmp_path_factory.getbasetemp() / "resolved.toml"
         path.write_text(recipe.to_toml(), encoding="utf-8")
         assert Recipe.load(path) == recipe

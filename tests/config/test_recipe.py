@@ -12,6 +12,8 @@ from pydantic import ValidationError
 
 from pith.config import Recipe, shipped
 from pith.errors import RequestError
+from pith.schedule.build import SCHEDULES
+from pith.schedule.simulate import simulate
 
 SOUND = Path(__file__).parent / "sound"
 RECIPES = Path(importlib.import_module("pith").__file__).parent / "recipes"
@@ -121,22 +123,50 @@ def test_a_recipe_built_in_place_is_validated_too():
 
 
 @pytest.mark.parametrize(
-    ("overrides", "name"),
+    ("overrides", "name", "num_stages"),
     [
-        (["parallel.schedule=auto"], "dualpipev"),
-        (["parallel.schedule=auto", "parallel.pp=1"], "1f1b-pair"),
-        (["parallel.schedule=zbv"], "zbv"),
+        (["parallel.schedule=auto", "parallel.pp=1"], "1f1b-pair", 1),
+        (["parallel.schedule=zbv"], "zbv", 4),
+        (["parallel.schedule=interleaved"], "interleaved", 4),
+        (["parallel.schedule=interleaved", "parallel.num_stages=6"], "interleaved", 6),
+        (["parallel.schedule=zb-h1"], "zb-h1", 2),
     ],
 )
-def test_the_automatic_schedule_is_resolved(overrides, name):
-    recipe = Recipe.load(SOUND, overrides)
-    assert recipe.schedule_name == name
-    assert recipe.table().placement.num_stages == len(recipe.layer_split())
+def test_a_schedule_cuts_the_model_into_its_stages(overrides, name, num_stages):
+    pipeline = Recipe.load(SOUND, overrides).pipeline()
+    assert pipeline.table.name == name
+    assert pipeline.table.placement.num_stages == len(pipeline.split) == num_stages
+    assert len(pipeline.costs.f) == num_stages
+
+
+def test_auto_takes_what_the_simulator_finds_best_at_the_costs_of_the_layers():
+    many = ["parallel.schedule=auto", "training.global_batch_size=64"]
+    alone = Recipe.load(SOUND, many).pipeline()
+    assert alone.table == alone.choice.table
+    assert alone.costs.pair == 1
+    named = [
+        simulate(pipeline.table, pipeline.costs).makespan
+        for name in SCHEDULES
+        if len(
+            (pipeline := Recipe.load(SOUND, [*many, f"parallel.schedule={name}"]).pipeline()).split
+        )
+    ]
+    assert simulate(alone.table, alone.costs).makespan <= min(named)
+    spread = Recipe.load(SOUND, [*many, "parallel.ep=2"]).pipeline()
+    assert spread.costs.pair < 1
+
+
+def test_an_explicit_split_chooses_the_number_of_stages_for_auto():
+    for lengths in ("[2, 2]", "[1, 1, 1, 1]"):
+        pipeline = Recipe.load(
+            SOUND, ["parallel.schedule=auto", f"parallel.layers_per_stage={lengths}"]
+        ).pipeline()
+        assert str([len(layers) for layers in pipeline.split]) == lengths
 
 
 def test_an_explicit_split_is_used():
     recipe = Recipe.load(SOUND, ["parallel.layers_per_stage=[2, 0, 0, 2]"])
-    assert [list(layers) for layers in recipe.layer_split()] == [[0, 1], [], [], [2, 3]]
+    assert [list(layers) for layers in recipe.pipeline().split] == [[0, 1], [], [], [2, 3]]
 
 
 def test_what_cannot_be_trained_yet_is_named():
@@ -195,7 +225,7 @@ def test_the_torch_free_rooms_import_no_torch_and_quickly():
     code = (
         "import sys, time; start = time.process_time()\n"
         "import pith.config, pith.plan.dry_run, pith.arch, pith.cli.dry_run, pith.cli.recipe\n"
-        "pith.config.Recipe.load('qwen3-30b-a3b').layer_split()\n"
+        "pith.config.Recipe.load('qwen3-30b-a3b').pipeline().split\n"
         "heavy = {'torch', 'numpy', 'transformers', 'triton'} & set(sys.modules)\n"
         "print(sorted(heavy), time.process_time() - start < 3)"
     )

@@ -58,6 +58,53 @@ def test_no_other_split_is_better(costs, num_stages, first, last):
     assert key(found) == min(map(key, every_split(len(costs), num_stages)))
 
 
+def rank_costs(costs, split, first, last):
+    loads = stage_costs(costs, split, first, last)
+    return [loads[rank] + loads[-1 - rank] for rank in range(len(split) // 2)]
+
+
+@settings(max_examples=60, deadline=None)
+@example(num_layers=7, layer=1, num_ranks=3, first=0, last=4)
+@given(
+    num_layers=st.integers(1, 7),
+    layer=st.integers(1, 9),
+    num_ranks=st.integers(1, 3),
+    first=st.integers(0, 12),
+    last=st.integers(0, 30),
+)
+def test_no_other_split_of_equal_layers_on_a_v_has_a_smaller_largest_rank(
+    num_layers, layer, num_ranks, first, last
+):
+    costs = [layer] * num_layers
+    shape = {"num_stages": 2 * num_ranks, "first_cost": first, "last_cost": last}
+    largest = max(rank_costs(costs, lengths(costs, folded=True, **shape), first, last))
+    splits = every_split(num_layers, 2 * num_ranks)
+    assert largest == min(max(rank_costs(costs, split, first, last)) for split in splits)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    costs=st.lists(st.integers(0, 9), min_size=1, max_size=40),
+    num_ranks=st.integers(1, 6),
+    first=st.integers(0, 12),
+    last=st.integers(0, 60),
+)
+def test_on_a_v_no_rank_gets_more_than_even_stages_would_give_it(costs, num_ranks, first, last):
+    shape = {"num_stages": 2 * num_ranks, "first_cost": first, "last_cost": last}
+    folded = lengths(costs, folded=True, **shape)
+    assert sum(folded) == len(costs)
+    assert min(folded) >= 0
+    even = lengths(costs, **shape)
+    assert max(rank_costs(costs, folded, first, last)) <= max(rank_costs(costs, even, first, last))
+
+
+def test_a_v_gives_the_rank_of_the_head_fewer_layers_at_both_ends():
+    shape = {"num_stages": 16, "last_cost": 4.2}
+    assert lengths([1.0] * 48, **shape) == [4, 4, 4, *[3] * 12, 0]  # ranks of 8.2, 7, 7 and six
+    folded = lengths([1.0] * 48, folded=True, **shape)
+    assert folded == [2, 4, 4, 4, 4, *[3] * 10, 0]  # ranks of 6.2, 7 and six
+
+
 @pytest.mark.parametrize(
     ("num_layers", "num_stages", "expected"),
     [(7, 2, [4, 3]), (7, 3, [3, 2, 2]), (6, 3, [2, 2, 2]), (2, 4, [1, 1, 0, 0]), (1, 1, [1])],

@@ -8,11 +8,12 @@ import pytest
 
 from pith.errors import RunFailedError
 from pith.schedule.build import SCHEDULES, build
-from pith.schedule.costs import Costs
-from pith.schedule.simulate import live, simulate
+from pith.schedule.costs import Costs, Number
+from pith.schedule.simulate import Simulation, live, simulate
 from pith.schedule.table import Kind, Op, Table, parse_rows
 
 PPS = (2, 4, 8, 16)
+UNEVEN = Costs(f=10, i=12, w=8)
 
 
 @pytest.mark.parametrize(
@@ -20,8 +21,12 @@ PPS = (2, 4, 8, 16)
     [
         ("gpipe", [3, 9, 21, 45]),
         ("1f1b", [3, 9, 21, 45]),
+        ("1f1b-pair", [3, 9, 21, 45]),
+        ("interleaved", [3, 9, 21, 45]),  # of half a stage
+        ("zb-h1", [1, 3, 7, 15]),
         ("zbv", [1, 3, 7, 15]),
         ("dualpipev", [2, 6, 14, 30]),
+        ("dualpipe", [0, 2, 6, 14]),
     ],
 )
 def test_bubbles_are_the_published_ones(name, bubbles):
@@ -29,11 +34,39 @@ def test_bubbles_are_the_published_ones(name, bubbles):
     assert [simulate(table).bubble for table in tables] == bubbles
 
 
+@pytest.mark.parametrize(
+    ("name", "bubble"),
+    [
+        ("gpipe", 210),
+        ("1f1b", 210),
+        ("1f1b-pair", 210),
+        ("interleaved", 210),  # of half a stage
+        ("zb-h1", 98),
+        ("zbv", 84),
+        ("dualpipev", 172),
+        ("dualpipe", 72),
+    ],
+)
+def test_bubbles_at_uneven_costs_are_the_known_ones(name, bubble):
+    table = build(name, pp=8, num_micro_batches=32)
+    assert simulate(table, UNEVEN).bubble == bubble
+
+
 @pytest.mark.parametrize("pp", PPS)
 def test_zbv_never_idles_inside_a_ranks_own_span(pp):
     plan = simulate(build("zbv", pp=pp, num_micro_batches=4 * pp))
+    assert own_span_idle(plan) == [0] * pp
+
+
+def own_span_idle(plan: Simulation) -> list[Number]:
+    """The time that each rank waits between its first slot and its last."""
     spans = [row[-1].end - row[0].start for row in plan.rows]
-    assert [span - work for span, work in zip(spans, plan.work, strict=True)] == [0] * pp
+    return [span - work for span, work in zip(spans, plan.work, strict=True)]
+
+
+def test_zbv_idles_inside_a_span_where_the_costs_are_uneven():
+    plan = simulate(build("zbv", pp=8, num_micro_batches=32), UNEVEN)
+    assert max(own_span_idle(plan)) == own_span_idle(plan)[0] == 56
 
 
 @pytest.mark.parametrize(("f", "i", "w"), [(1, 1, 1), (10, 12, 8), (3, 5, 2)])
@@ -43,11 +76,27 @@ def test_1f1b_and_gpipe_wait_for_one_filling_and_one_draining(f, i, w):
         assert simulate(table, Costs(f=f, i=i, w=w)).bubble == 7 * (f + i + w)
 
 
-def test_the_dualpipe_formula_is_an_upper_bound_at_uneven_costs():
+@pytest.mark.parametrize(("name", "steps", "formula"), [("dualpipev", 7, 182), ("dualpipe", 3, 78)])
+def test_the_dualpipe_formula_is_an_upper_bound_at_uneven_costs(name, steps, formula):
     f, i, w = 10, 12, 8
-    bubble = simulate(build("dualpipev", pp=8, num_micro_batches=32), Costs(f=f, i=i, w=w)).bubble
-    assert bubble == 172
-    assert bubble < 7 * ((f + i + w) + (i + w) - 3 * w) == 182
+    assert steps * ((f + i + w) + (i + w) - 3 * w) == formula
+    assert simulate(build(name, pp=8, num_micro_batches=32), Costs(f=f, i=i, w=w)).bubble < formula
+
+
+@pytest.mark.parametrize("name", ["1f1b", "chimera", "dualpipe"])
+def test_a_unit_of_as_many_micro_batches_as_ranks_takes_the_known_time(name):
+    makespan = {"1f1b": 21, "chimera": 16, "dualpipe": 15}
+    assert simulate(build(name, pp=4, num_micro_batches=4)).makespan == makespan[name]
+
+
+@pytest.mark.parametrize("pp", PPS)
+@pytest.mark.parametrize("num_units", [1, 2, 4])
+def test_chimera_waits_once_at_even_costs_and_in_every_unit_when_backwards_are_longer(
+    pp, num_units
+):
+    table = build("chimera", pp=pp, num_micro_batches=num_units * pp)
+    assert simulate(table, Costs(f=2)).bubble == 2 * (pp - 2)
+    assert simulate(table).bubble == (num_units + 1) * (pp - 2)
 
 
 @pytest.mark.parametrize(
@@ -56,7 +105,10 @@ def test_the_dualpipe_formula_is_an_upper_bound_at_uneven_costs():
         ("gpipe", (16, 16, 16, 16)),
         ("1f1b", (4, 3, 2, 1)),
         ("1f1b-pair", (7, 5, 3, 1)),
-        ("zbv", (8, 8, 8, 8)),  # half stages: 4 micro-batches of the rank's layers
+        ("zb-h1", (4, 4, 4, 4)),
+        # from here in half stages: 8 are 4 micro-batches of the rank's layers
+        ("interleaved", (11, 9, 7, 5)),
+        ("zbv", (8, 8, 8, 8)),
         ("dualpipev", (8, 8, 8, 9)),
     ],
 )

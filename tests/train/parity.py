@@ -1,5 +1,6 @@
 """How tests compare a step of a run on any layout with the same step in one piece."""
 
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -14,6 +15,7 @@ from torch import Tensor
 from pith.comm.world import World
 from pith.config import Recipe
 from pith.data.loader import Batch
+from pith.engine.clock import HostClock
 from pith.ops.cross_entropy import NOT_COUNTED
 from pith.schedule.table import slot_text
 from pith.train.build import build
@@ -148,11 +150,22 @@ def steps(
         kept = keep_gradients(trainer)
         results = []
         for index, batch in enumerate(batches):
-            results.append(trainer.step(index, batch.take(trainer.rows)))
+            start = time.perf_counter()
+            results.append(trainer.step(index, batch.take(trainer.rows), clock=HostClock()))
+            assert_timed(results[-1], within=time.perf_counter() - start)
             row = trainer.model.table.rows[trainer.model.mesh.coordinates(trainer.world.rank).pp]
             executed = tuple(slot_text(slot) for slot in row)
             assert results[-1].slots == executed, "executed order and table differ"
         return Outcome(results, share(trainer, kept), weights_of(trainer), routing)
+
+
+def assert_timed(result: StepResult, *, within: float) -> None:
+    """Each slot that ran has its time, one after the other, in a step of so many seconds."""
+    assert tuple(slot_text(span.slot) for span in result.spans) == result.slots
+    times = [time for span in result.spans for time in (span.start, span.end)]
+    assert times == sorted(times), "slots of a rank overlap"
+    assert all(span.start < span.end for span in result.spans), "a slot took no time"
+    assert 0 < times[0] < times[-1] < within, (times[0], times[-1], within)
 
 
 def keep_gradients(trainer: Trainer) -> Weights:

@@ -86,7 +86,7 @@ STRIKES = [
 def phase_slots(recipe: Recipe, rank: int) -> dict[str, str]:
     """The slot of its row in which `rank` of four first comes to each phase of the exchange."""
     row = recipe.table(4).row_texts()[recipe.mesh(4).coordinates(rank).pp].split()
-    stages = "".join(str(stage) for stage, layers in enumerate(recipe.layer_split()) if layers)
+    stages = "".join(str(stage) for stage, layers in enumerate(recipe.pipeline().split) if layers)
     forward, backward = (
         next(slot for slot in row if re.search(rf"[{kinds}][{stages}]\.", slot))
         for kinds in ("F", "BI")

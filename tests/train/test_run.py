@@ -3,6 +3,7 @@
 import hashlib
 import json
 import math
+import shutil
 import socket
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from torch import Tensor
 from pith.checkpoint.store import read_whole
 from pith.config import Recipe
 from pith.run.trace import read_trace
+from pith.schedule.table import slot_text
 from pith.train.initial import fill
 from pith.train.step import PHASES
 
@@ -92,7 +94,13 @@ def run_dir(first: Any) -> Path:
 def alone(command: Any) -> Any:
     """The same training in one process, its weights in a folder of their own."""
     run = command.train(
-        "--json", settings={"parallel.pp": 1, "checkpoint.directory": "kept/here"}, cores=1
+        "--json",
+        settings={
+            "parallel.pp": 1,
+            "checkpoint.directory": "kept/here",
+            "log.trace_steps": [1, 2, 9],
+        },
+        cores=1,
     )
     assert run.status == 0, run.stderr
     return run
@@ -170,7 +178,28 @@ def test_what_every_rank_ran_is_its_row_of_the_table(run_dir: Path, command: Any
     rows = recipe.table(4).row_texts()
     assert any("|" in row for row in rows), "some slots should be pairs"
     own = tuple(rows[recipe.mesh(4).coordinates(rank).pp] for rank in range(4))
-    assert read_trace(run_dir / "trace") == own
+    traced = read_trace(run_dir / "trace")
+    assert [(step.step, step.clock) for step in traced] == [(1, "host"), (3, "host")]
+    for step in traced:
+        assert tuple(" ".join(slot_text(span.slot) for span in row) for row in step.rows) == own
+        (seconds,) = (s["step_seconds"] for s in steps(run_dir) if s["step"] == step.step)
+        assert all(0 < row[0].start < row[-1].end < seconds for row in step.rows)
+
+
+def traced_steps(run_dir: Path) -> list[int]:
+    return [traced.step for traced in read_trace(run_dir / "trace")]
+
+
+def test_the_steps_that_are_traced_count_from_where_a_process_starts(
+    command: Any, alone: Any
+) -> None:
+    assert traced_steps(alone.run_dir) == [1, 2]
+    cwd = command.folder()
+    shutil.copytree(alone.cwd, cwd, dirs_exist_ok=True)
+    settings = {"parallel.pp": 1, "checkpoint.directory": "kept/here", "training.steps": 7}
+    run = command.train("--json", settings=settings | {"log.trace_steps": [3, 2]}, cwd=cwd)
+    assert run.status == 0, run.stderr
+    assert traced_steps(run.run_dir) == [6, 7]
 
 
 def test_the_saved_weights_lie_in_the_run_folder(first: Any, run_dir: Path) -> None:
@@ -277,12 +306,14 @@ def test_weights_go_where_checkpoint_directory_says(alone: Any) -> None:
 
 def test_a_torchrun_job_is_joined_and_reports_once(command: Any, first: Any) -> None:
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
-    run = command.train("--json", prefix=(*torchrun, "-m", "pith.cli"))
+    untraced = {"log.trace_steps": []}
+    run = command.train("--json", settings=untraced, prefix=(*torchrun, "-m", "pith.cli"))
 
     assert run.status == 0, run.stderr
     assert run.stdout.count("\n") == 1
     assert run.data["first_loss"] == pytest.approx(first.data["first_loss"], rel=1e-6)
     assert Path(run.data["run_dir"]) == run.run_dir
+    assert not (run.run_dir / "trace").exists(), "no step was to be traced"
     assert run.survivors == []
 
 

@@ -301,8 +301,13 @@ def wait_for_time(
         return
     newest = _step(command.shelf.newest())
     begun = time.time()
-    trained = command.run_dir / "trace"  # written after the first step of a process
-    until(lambda: any(p.stat().st_mtime > begun for p in trained.glob("*")), process)
+    trained = command.run_dir / "trace"  # emptied before the first step of a process, then written
+
+    def is_trained() -> bool:
+        files = [path.stat() for path in trained.glob("*")]
+        return any(file.st_mtime > begun and file.st_size for file in files)
+
+    until(is_trained, process)
     process.join(draw.uniform(0, reference.training_s * (STEPS - newest) / STEPS))
 
 
