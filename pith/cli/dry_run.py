@@ -2,11 +2,12 @@
 
 The data: recipe, world_size, layout {pp, dp, cp, ep}, weights {shards, expert_shards, copies},
 experts {per_rank, exchange} (null for a dense model), schedule, num_stages, num_micro_batches,
-steps, rows (one string per pipeline rank), batch {global_batch_size, micro_batch_size,
-num_micro_batches, data_ranks, sequence_length, tokens_per_step}, model {num_parameters,
-num_active_parameters, flops_per_token, flops_per_step}, stages [{stage, rank, first_layer,
-num_layers, num_parameters, flops_share}], learning_rate [{name, first, last, start, end}],
-warnings [text].
+steps, rows (one string per pipeline rank), predicted {efficiency, bubble_share, peak_live (layers,
+by pipeline rank)} at the FLOPs of the layers, candidates (what auto chose from, else null), batch
+{global_batch_size, micro_batch_size, num_micro_batches, data_ranks, sequence_length,
+tokens_per_step}, model {num_parameters, num_active_parameters, flops_per_token, flops_per_step},
+stages [{stage, rank, first_layer, num_layers, num_parameters, flops_share}], learning_rate [{name,
+first, last, start, end}], warnings [text].
 """
 
 import math
@@ -32,8 +33,7 @@ def dry_run(
         recipe.architecture,
         mesh=recipe.mesh(world_size),
         batch=recipe.batch(world_size),
-        table=recipe.table(world_size),
-        split=recipe.pipeline(world_size).split,
+        pipeline=recipe.pipeline(world_size),
     )
     optimizer = recipe.optimizer
     rates = rate_phases(
@@ -60,7 +60,7 @@ def _warnings(recipe: Recipe) -> Iterator[str]:
 
 
 def _data(recipe: Recipe, plan: DryRun, rates: tuple[RatePhase, ...]) -> dict[str, Any]:
-    mesh, batch, table = plan.mesh, plan.batch, plan.table
+    mesh, batch, table, choice = plan.mesh, plan.batch, plan.pipeline.table, plan.pipeline.choice
     return {
         "recipe": recipe.name,
         "world_size": mesh.world_size,
@@ -72,6 +72,12 @@ def _data(recipe: Recipe, plan: DryRun, rates: tuple[RatePhase, ...]) -> dict[st
         "num_micro_batches": table.num_micro_batches,
         "steps": recipe.training.steps,
         "rows": list(table.row_texts()),
+        "predicted": {
+            "efficiency": plan.simulation.efficiency,
+            "bubble_share": _bubble_share(plan),
+            "peak_live": list(plan.simulation.peak_live),
+        },
+        "candidates": [asdict(candidate) for candidate in choice.candidates] if choice else None,
         "batch": asdict(batch) | {"tokens_per_step": batch.tokens_per_step},
         "model": {
             "num_parameters": plan.num_parameters,
@@ -152,9 +158,19 @@ def _lines(
         yield f"{label:<10} {phase.name}, {steps}: {phase.start:.3g} to {phase.end:.3g}"
     for label, stage in zip(["stages", *[""] * len(plan.stages)], plan.stages, strict=False):
         yield f"{label:<10} {_stage_line(stage)}"
-    yield draw.text(Timeline.planned(simulate(plan.table)), width=width)
+    name = f"{plan.pipeline.table.name}{', chosen by auto' if plan.pipeline.choice else ''}"
+    yield (
+        f"schedule   {name}; at the FLOPs of the layers efficiency "
+        f"{plan.simulation.efficiency:.3f}, bubble {_bubble_share(plan):.1%}"
+    )
+    yield draw.text(Timeline.planned(simulate(plan.pipeline.table)), width=width)
     for warning in warnings:
         yield f"warning    {warning}"
+
+
+def _bubble_share(plan: DryRun) -> float:
+    """The part of the step in which the busiest pipeline rank idles."""
+    return float(plan.simulation.bubble / (plan.simulation.makespan or 1))
 
 
 def _stage_line(stage: StagePlan) -> str:

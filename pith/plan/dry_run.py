@@ -1,12 +1,13 @@
 """What a run would be, in numbers, before any process starts."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from pith.arch import Architecture
 from pith.plan.batch import Batch
 from pith.plan.mesh import Mesh
-from pith.schedule.table import Table
+from pith.plan.pipeline import Pipeline
+from pith.schedule.simulate import Simulation, simulate
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +38,8 @@ class DryRun:
 
     mesh: Mesh
     batch: Batch
-    table: Table
+    pipeline: Pipeline
+    simulation: Simulation  # at the costs of the layers
     stages: tuple[StagePlan, ...]
     num_parameters: int
     num_active_parameters: int
@@ -45,16 +47,15 @@ class DryRun:
     flops_per_step: float
 
 
-def describe(
-    model: Architecture, *, mesh: Mesh, batch: Batch, table: Table, split: Sequence[range]
-) -> DryRun:
-    """The plan of training `model` cut as `split` over the stages of `table`."""
+def describe(model: Architecture, *, mesh: Mesh, batch: Batch, pipeline: Pipeline) -> DryRun:
+    """The plan of training `model` as `pipeline`."""
     flops_per_token = model.flops_per_token(batch.sequence_length)
     return DryRun(
         mesh=mesh,
         batch=batch,
-        table=table,
-        stages=tuple(_stages(model, table, split, batch.sequence_length)),
+        pipeline=pipeline,
+        simulation=simulate(pipeline.table, pipeline.costs),
+        stages=tuple(_stages(model, pipeline, batch.sequence_length)),
         num_parameters=model.num_parameters(),
         num_active_parameters=model.num_active_parameters(),
         flops_per_token=flops_per_token,
@@ -62,14 +63,12 @@ def describe(
     )
 
 
-def _stages(
-    model: Architecture, table: Table, split: Sequence[range], length: int
-) -> Iterator[StagePlan]:
+def _stages(model: Architecture, pipeline: Pipeline, length: int) -> Iterator[StagePlan]:
     costs, whole = model.layer_costs(length), model.flops_per_token(length)
     edges = {spec.name: spec.num_elements for spec in model.parameters() if spec.layer is None}
     embedding, head = edges["embed_tokens.weight"], edges.get("lm_head.weight")
-    for stage, layers in enumerate(split):
-        is_first, is_last = stage == 0, stage == len(split) - 1
+    for stage, layers in enumerate(pipeline.split):
+        is_first, is_last = stage == 0, stage == len(pipeline.split) - 1
         flops = sum(costs[layer] for layer in layers)
         held = sum(s.num_elements for layer in layers for s in model.layer_parameters(layer))
         if is_first:
@@ -78,7 +77,7 @@ def _stages(
             flops, held = flops + model.head_cost(length), held + edges["norm.weight"]
             tied = 0 if is_first else embedding
             held += tied if head is None else head
-        yield StagePlan(stage, table.placement.rank(stage), layers, held, flops / whole)
+        yield StagePlan(stage, pipeline.table.placement.rank(stage), layers, held, flops / whole)
 
 
 def rate_phases(

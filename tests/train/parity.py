@@ -58,14 +58,16 @@ def recipe(
     dp: int = 1,
     dp_shard: int | None = None,
     exchange: str = "auto",
+    num_stages: int | None = None,
     balance: Mapping[str, Any] | None = None,
     **sizes: Any,
 ) -> Recipe:
     """Micro-batches of two sequences of eight tokens, so many on each of dp * ep data ranks."""
     parallel = {"pp": pp, "ep": ep, "dp_shard": dp_shard, "schedule": schedule}
+    parallel |= {"num_stages": num_stages, "exchange": exchange}
     raw = {
         "model": {"fields": SIZES | sizes},
-        "parallel": parallel | {"exchange": exchange},
+        "parallel": parallel,
         "training": {
             "global_batch_size": 2 * micro_batches * dp * ep,
             "micro_batch_size": 2,

@@ -61,6 +61,26 @@ def test_gradients_are_bit_equal_across_schedules_in_float32(run_ranks: Any, pp:
                 assert torch.equal(grad, gathered[0][name]), f"{schedule} m {count}: {name}"
 
 
+DEEP = {"num_stages": 6}
+
+
+def deep_cases(pp: int) -> dict[str, Any]:
+    """Three stages a rank on a loop and on a V; and what auto makes of a step too short for a V."""
+    return {
+        "interleaved": one_case(pp, "interleaved", 5, DEEP),
+        "list": one_case(pp, "list", 5, DEEP),
+        "auto": one_case(pp, "auto", 3, {}),
+    }
+
+
+def test_more_stages_a_rank_and_auto_compute_the_same_step(run_ranks: Any) -> None:
+    outcomes = run_ranks(2, deep_cases, 2)
+    for schedule in outcomes[0]:
+        count, sizes = (3, {}) if schedule == "auto" else (5, DEEP)
+        case = recipe(pp=2, schedule=schedule, micro_batches=count, **sizes)
+        assert_is_whole([outcome[schedule] for outcome in outcomes], case, label=schedule)
+
+
 def tied_cases(pp: int) -> dict[str, Any]:
     sizes = {"tie_word_embeddings": True}
     return {schedule: one_case(pp, schedule, 3, sizes) for schedule in ("1f1b", "zbv", "dualpipev")}

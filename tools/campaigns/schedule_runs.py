@@ -1,6 +1,7 @@
 """Trains with every schedule: did each rank run its table, and is the measured time as planned?
 
-Usage: python tools/campaigns/schedule_runs.py OUT_DIR [--names NAME ...] [--pp 2] [TRAIN_OPTION...]
+Usage: python tools/campaigns/schedule_runs.py OUT_DIR [--names NAME ...] [--pp 2]
+           [--recipe tiny-moe] [TRAIN_OPTION=VALUE ...]
 
 Runs `pith train` once with each schedule that can be executed, on `--pp` ranks; options that it
 does not know go to `pith train`, so that the same campaign runs on a CPU and on GPUs. Each run's
@@ -24,19 +25,21 @@ def main() -> int:
     parser.add_argument("out", type=Path)
     parser.add_argument("--names", nargs="+", default=[*SCHEDULES, "auto"])
     parser.add_argument("--pp", type=int, default=2)
+    parser.add_argument("--recipe", default="tiny-moe")
     options, rest = parser.parse_known_args()
     options.out.mkdir(parents=True, exist_ok=True)
     print(f"{'schedule':<12} {'stages':>6} {'micro':>5}  {'loss':>8}  planned  measured  step")
-    held = [one(name, options.out, options.pp, rest) for name in options.names]
+    words = [options.recipe, *rest]
+    held = [one(name, options.out, options.pp, words) for name in options.names]
     return 0 if held and all(held) else 1
 
 
-def one(name: str, out: Path, pp: int, rest: list[str]) -> bool:
+def one(name: str, out: Path, pp: int, words: list[str]) -> bool:
     """Train with one schedule, verify its trace, print its line."""
     run_dir = out / name
     settings = [f"--set=parallel.pp={pp}", f"--set=parallel.schedule={name}"]
     where = [f"--run-dir={run_dir}", "--resume=never"]
-    trained = pith(out, name, "train", *where, *rest, *settings)
+    trained = pith(out, name, "train", *words, *where, *settings)
     if trained is None:
         return False
     verified = pith(out, name, "schedule", "verify", "--trace", trained["run_dir"])
