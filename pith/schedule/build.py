@@ -6,7 +6,7 @@ from functools import partial
 
 from pith.errors import Fault, RequestError, first_of
 from pith.schedule.chimera import chimera
-from pith.schedule.costs import Costs
+from pith.schedule.costs import Costs, Number
 from pith.schedule.dualpipe import dualpipe
 from pith.schedule.dualpipev import dualpipev
 from pith.schedule.gpipe import gpipe
@@ -38,7 +38,7 @@ def build(
     num_micro_batches: int,
     virtual: int | None = None,
     costs: Costs | None = None,
-    max_live: int | None = None,
+    max_live: Number | None = None,
 ) -> Table:
     """The table of schedule `name` for `pp` ranks and `num_micro_batches` micro-batches.
 
@@ -48,18 +48,29 @@ def build(
     for an unknown name or a number that the schedule cannot have.
     """
     _require(name, virtual=virtual, pp=pp, num_micro_batches=num_micro_batches)
-    builders: dict[str, Callable[..., Table]] = {
-        "gpipe": gpipe,
-        "1f1b": one_f_one_b,
-        "1f1b-pair": one_f_one_b_pair,
-        "interleaved": partial(interleaved, virtual=virtual or _VIRTUAL),
-        "zb-h1": zb_h1,
-        "zbv": zbv,
-        "dualpipev": dualpipev,
-        "dualpipe": dualpipe,
-        "chimera": chimera,
-    }
-    return builders[name](pp, num_micro_batches=num_micro_batches)
+    builder: Callable[..., Table]
+    match name:
+        case "gpipe":
+            builder = gpipe
+        case "1f1b":
+            builder = one_f_one_b
+        case "1f1b-pair":
+            builder = one_f_one_b_pair
+        case "interleaved":
+            builder = partial(interleaved, virtual=virtual or _VIRTUAL)
+        case "zb-h1":
+            builder = zb_h1
+        case "zbv":
+            builder = zbv
+        case "dualpipev":
+            builder = dualpipev
+        case "dualpipe":
+            builder = dualpipe
+        case "chimera":
+            builder = chimera
+        case _:
+            raise AssertionError(name)
+    return builder(pp, num_micro_batches=num_micro_batches)
 
 
 def placement(name: str, *, pp: int, virtual: int | None = None) -> Placement:

@@ -28,8 +28,8 @@ LAYOUTS: Mapping[str, dict[str, Any]] = {
     "dp 2": {"pp": 1, "dp": 2, "schedule": "gpipe"},
     "dp 2, hsdp": {"pp": 1, "dp": 2, "dp_shard": 1, "schedule": "1f1b"},
     "ep 2": {"pp": 1, "ep": 2, "schedule": "1f1b-pair", "exchange": "collectives"},
-    "ep 2, splits": {"pp": 1, "ep": 2, "schedule": "gpipe", "exchange": "splits"},
-    "ep 4": {"pp": 1, "ep": 4, "schedule": "zbv", "exchange": "collectives"},
+    "ep 2, splits": {"pp": 1, "ep": 2, "schedule": "interleaved", "exchange": "splits"},
+    "ep 4": {"pp": 1, "ep": 4, "schedule": "list", "exchange": "collectives"},
     "ep 4, splits": {"pp": 1, "ep": 4, "schedule": "1f1b", "exchange": "splits"},
     "pp 2, ep 2": {"pp": 2, "ep": 2, "schedule": "dualpipev", "exchange": "collectives"},
     "pp 2, ep 2, splits": {"pp": 2, "ep": 2, "schedule": "zbv", "exchange": "splits"},
@@ -39,13 +39,13 @@ LAYOUTS: Mapping[str, dict[str, Any]] = {
         "schedule": "1f1b-pair",
         "exchange": "splits",
     },
-    "dp 2, ep 2": {"pp": 1, "dp": 2, "ep": 2, "schedule": "1f1b-pair"},
+    "dp 2, ep 2": {"pp": 1, "dp": 2, "ep": 2, "schedule": "zb-h1"},
     "dp 2, ep 2, hsdp": {"pp": 1, "dp": 2, "ep": 2, "dp_shard": 1, "schedule": "dualpipev"},
     "dp 2, ep 2, splits": {
         "pp": 1,
         "dp": 2,
         "ep": 2,
-        "schedule": "zbv",
+        "schedule": "zb-h1",
         "exchange": "splits",
     },
     "dp 2, ep 2, hsdp, splits": {
@@ -56,9 +56,9 @@ LAYOUTS: Mapping[str, dict[str, Any]] = {
         "schedule": "gpipe",
         "exchange": "splits",
     },
-    "pp 2, dp 2": {"pp": 2, "dp": 2, "schedule": "dualpipev"},
+    "pp 2, dp 2": {"pp": 2, "dp": 2, "schedule": "interleaved"},
     "pp 2, dp 2, gpipe": {"pp": 2, "dp": 2, "schedule": "gpipe"},
-    "pp 2, dp 2, hsdp": {"pp": 2, "dp": 2, "dp_shard": 1, "schedule": "1f1b"},
+    "pp 2, dp 2, hsdp": {"pp": 2, "dp": 2, "dp_shard": 1, "schedule": "list"},
 }
 
 
@@ -230,7 +230,7 @@ def test_float32_layouts_agree_where_one_replays_the_routing_of_the_other(run_ra
 # Bits
 
 
-SAME_CUT = ("1f1b", "gpipe", "1f1b-pair", "zbv", "dualpipev")
+SAME_CUT = SCHEDULES
 
 
 def same_cut_steps() -> dict[str, Outcome]:
