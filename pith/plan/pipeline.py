@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import add
 
 from pith.arch import Architecture
 from pith.plan.placement import split_layers
@@ -12,6 +13,8 @@ from pith.schedule.table import Placement, Table
 
 # Stage costs are whole numbers, so that sums are exact: so many for the forward of a mean layer.
 LAYER_UNITS = 1000
+
+_Times = tuple[int, int, int]  # F, I, W
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,23 +54,32 @@ class Cutter:
         tokens, which has no weights, takes twice as long in I as in F and nothing in W. A FLOP of
         one counts as much as one of the other.
         """
-        model, length, split = self.model, self.sequence_length, self.split(place)
-        whole, weights = model.layer_costs(length), model.layer_costs(0)
-        thirds = [sum(weights[layer] for layer in held) / 3 for held in split]
-        thirds[0] += model.embedding_cost(length) / 3
-        thirds[-1] += model.head_cost(length) / 3
-        attention = [sum(whole[n] - weights[n] for n in held) / 3 for held in split]
-        unit = sum(whole) / len(whole) / 3 / LAYER_UNITS
+        split = self.split(place)
+        layers, first, last = self._times()
+        times = [[sum(layers[n][part] for n in held) for part in range(3)] for held in split]
+        times[0] = list(map(add, times[0], first))
+        times[-1] = list(map(add, times[-1], last))
+        f, i, w = (tuple(part) for part in zip(*times, strict=True))
         sizes = tuple(map(len, split))
-        return Costs(
-            f=tuple(round((t + a) / unit) for t, a in zip(thirds, attention, strict=True)),
-            i=tuple(round((t + 2 * a) / unit) for t, a in zip(thirds, attention, strict=True)),
-            w=tuple(round(t / unit) for t in thirds),
-            activation=sizes,
-            w_store=sizes,
-            layers=sizes,
-            pair=pair,
-        )
+        return Costs(f=f, i=i, w=w, activation=sizes, w_store=sizes, layers=sizes, pair=pair)
+
+    def _times(self) -> tuple[list[_Times], _Times, _Times]:
+        """F, I and W of each layer, of the embedding and of the head, rounded before they are
+        added up: however it is cut, the model takes the same time."""
+        model, length = self.model, self.sequence_length
+        whole, products = model.layer_costs(length), model.layer_costs(0)
+        unit = sum(whole) / len(whole) / 3 / LAYER_UNITS
+
+        def times(weights: float, attention: float = 0.0) -> _Times:
+            third, part = weights / 3, attention / 3
+            return (
+                round((third + part) / unit),
+                round((third + 2 * part) / unit),
+                round(third / unit),
+            )
+
+        layers = [times(p, total - p) for total, p in zip(whole, products, strict=True)]
+        return layers, times(model.embedding_cost(length)), times(model.head_cost(length))
 
 
 def plan_pipeline(

@@ -11,7 +11,9 @@ from pith.schedule.dualpipe import dualpipe
 from pith.schedule.dualpipev import dualpipev
 from pith.schedule.gpipe import gpipe
 from pith.schedule.interleaved import interleaved
+from pith.schedule.list_scheduler import list_schedule
 from pith.schedule.one_f_one_b import one_f_one_b, one_f_one_b_pair
+from pith.schedule.simulate import UNIT
 from pith.schedule.table import Placement, Table
 from pith.schedule.zbv import zbv
 from pith.schedule.zero_bubble import zb_h1
@@ -25,6 +27,7 @@ SCHEDULES: tuple[str, ...] = (
     "zb-h1",
     "zbv",
     "dualpipev",
+    "list",
 )
 SIMULATION_ONLY: tuple[str, ...] = ("dualpipe", "chimera")
 _VARYING = ("interleaved", "list")  # take any number of stages a rank
@@ -66,6 +69,11 @@ def build(
             builder = dualpipev
         case "dualpipe":
             builder = dualpipe
+        case "list":
+            place = placement(name, pp=pp, virtual=virtual)
+            return list_schedule(
+                place, num_micro_batches=num_micro_batches, costs=costs or UNIT, max_live=max_live
+            )
         case "chimera":
             builder = chimera
         case _:

@@ -1,7 +1,6 @@
 """What the parts of a schedule cost: time of each stage's operations, activations that it holds."""
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -111,9 +110,6 @@ class Costs:
 
 
 _NAMES = tuple(field.name for field in fields(Costs))
-
-# The costs of one model by the number of stages that it is cut into.
-CostsOf = Callable[[int], Costs]
 
 
 def at(cost: PerStage, stage: int) -> Number:
