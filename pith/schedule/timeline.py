@@ -107,8 +107,8 @@ def stretch(rows: tuple[tuple[Span, ...], ...], need: Callable[[Span], float]) -
 
 
 def number(value: Number) -> str:
-    """A whole number as it is, another one in five digits."""
-    return f"{value:.0f}" if value % 1 == 0 else f"{value:.5g}"
+    """A whole number as it is, another one in five digits or without a fraction."""
+    return f"{value:.0f}" if value % 1 == 0 or value >= 10_000 else f"{value:.5g}"
 
 
 def _in_order(row: tuple[Span, ...]) -> tuple[Span, ...]:

@@ -8,7 +8,6 @@ It takes minutes.
 
 import json
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import product
@@ -39,7 +38,7 @@ MODELS = {  # KINDS of four stages, each one number or one a stage
 
 @dataclass(frozen=True)
 class Case:
-    """`comm` in parts of a mean F, `room` in parts of what one micro-batch needs."""
+    """`comm` in parts of a mean F, `room` in parts of what one micro-batch needs on the V."""
 
     model: str
     comm: Fraction
@@ -60,24 +59,27 @@ class Case:
     def delay(self) -> Fraction:
         return self.comm * sum(self.kinds(4)["f"]) / 4
 
-    def costs(self, place: Placement) -> Costs:
-        kinds, share = self.kinds(place.num_stages), 4 // place.num_stages
-        return Costs(**kinds, comm=float(self.delay), layers=share, pair=float(self.pair))
+    @property
+    def bound(self) -> Fraction:
+        v = PLACES["v"]
+        return self.room * Fraction(least_live(v, self.costs(v)))
 
-    def bound(self, place: Placement) -> Fraction:
-        return self.room * Fraction(least_live(place, self.costs(place)))
+    def costs(self, place: Placement) -> Costs:
+        kinds = self.kinds(place.num_stages)
+        comm, pair = float(self.delay), float(self.pair)
+        return Costs(**kinds, comm=comm, layers=kinds["activation"], pair=pair)
 
     def problem(self, place: Placement) -> Problem:
         num_stages = place.num_stages
-        kinds = {k: tuple(map(Fraction, v)) for k, v in self.kinds(num_stages).items()}
+        kinds = self.kinds(num_stages)
         return Problem(
             ranks=tuple(map(place.rank, range(num_stages))),
             num_micro_batches=self.num_micro_batches,
             comm=(self.delay,) * num_stages,
-            layers=(4 // num_stages,) * num_stages,
+            layers=kinds["activation"],
             pair=self.pair,
-            bound=self.bound(place),
-            **kinds,
+            bound=self.bound,
+            **{kind: tuple(map(Fraction, cost)) for kind, cost in kinds.items()},
         )
 
 
@@ -93,7 +95,53 @@ CASES = tuple(
 )
 
 
-def optima() -> dict[str, list[float]]:
-    """By placement, in the order of CASES."""
-    found: dict[str, list[float]] = json.loads(FILE.read_text())
+def optima() -> dict[str, list[float | None]]:
+    """By placement, in the order of CASES; None where not even one micro-batch fits."""
+    found: dict[str, list[float | None]] = json.loads(FILE.read_text())
     return found
+
+
+def list_makespan(case: Case, place: Placement) -> float:
+    costs = case.costs(place)
+    table = list_schedule(
+        place,
+        num_micro_batches=case.num_micro_batches,
+        costs=costs,
+        max_live=float(case.bound),
+    )
+    return float(simulate(table, costs).makespan)
+
+
+def auto_makespan(case: Case) -> float:
+    choice = auto(
+        2,
+        num_micro_batches=case.num_micro_batches,
+        costs=case.costs,
+        max_live=float(case.bound),
+    )
+    return float(choice.simulation.makespan)
+
+
+def main() -> None:
+    found: dict[str, list[float | None]] = {}
+    for name, place in PLACES.items():
+        start = time.perf_counter()
+        least = [shortest(case.problem(place)) for case in CASES]
+        found[name] = [None if best is None else round(float(best), 6) for best in least]
+        seconds = time.perf_counter() - start
+        ratios = [
+            (list_makespan(case, place) / best, case)
+            for case, best in zip(CASES, found[name], strict=True)
+            if best is not None
+        ]
+        worst, case = max(ratios, key=lambda each: each[0])
+        print(f"{name}: {seconds:.0f} s; list at most {worst:.4f} of the least: {case}")
+    FILE.write_text(json.dumps(found) + "\n")
+    least = zip(CASES, found["v"], found["loop 2"], strict=True)
+    ratios = [(auto_makespan(case) / min(filter(None, best)), case) for case, *best in least]
+    worst, case = max(ratios, key=lambda each: each[0])
+    print(f"auto at most {worst:.4f} of the least on v and loop 2: {case}")
+
+
+if __name__ == "__main__":
+    main()
