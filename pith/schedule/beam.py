@@ -43,15 +43,16 @@ class _Beam:
         self._add(0, Partial(problem, pairs=pairs), (False,) * len(problem.of_rank), least=0)
 
     def expand(self, step: int) -> None:
-        """Go on from the best of a wave; of two with the same past only from the earlier."""
+        """Go on from the best of a wave; from none that is in all later than one with its past."""
         wave, kept = self.waves[step], 0
         seen: dict[tuple[int, ...], list[list[Number]]] = {}
         while wave and kept < self.width:
             least, _, _, partial, waits = heappop(wave)
             past = (*partial.next_f, *partial.next_i, *partial.next_w, *waits)
+            times = partial.free + partial.ready_f + partial.ready_i
             others = seen.setdefault(past, [])
-            if not any(all(map(le, other, partial.free)) for other in others):
-                others.append(partial.free)
+            if not any(all(map(le, other, times)) for other in others):
+                others.append(times)
                 self._branch(step, partial, waits, least=least)
                 kept += 1
         wave.clear()

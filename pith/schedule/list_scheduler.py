@@ -57,8 +57,8 @@ RULES = (
     Rule(0.5, 0.5, 1, True),
 )
 _RULED = 6144  # operations that rules may schedule in all: about 30 ms
-_SEARCHED = 3072  # operations by width of the search: up to 100 ms
-_WIDTHS = range(20, 64)  # where less could be kept, the search finds hardly anything
+_SEARCHED = 4608  # operations by width of the search: up to 100 ms
+_WIDTHS = range(30, 128)  # where less could be kept, the search finds hardly anything
 
 
 def list_schedule(
