@@ -103,7 +103,7 @@ def check_out(path: Path | None) -> None:
         # What is no regular file is written itself, a regular one replaced inside its folder.
         place = target if _is_special(target) else target.parent
         target.exists() or target.with_name(_part(target)).exists()  # raises for a name too long
-        if not place.exists() or not os.access(place, os.W_OK):
+        if not (place.is_dir() or place == target) or not os.access(place, os.W_OK):
             raise PermissionError(errno.EACCES, "no writable folder above")
 
 

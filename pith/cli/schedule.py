@@ -19,7 +19,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from pith.cli.output import check_out, emit, put, write_whole
+from pith.cli.output import emit, put, write_whole
 from pith.cli.schedule_plan import Plan, planned
 from pith.errors import RequestError
 from pith.report import Check, Report
@@ -27,6 +27,8 @@ from pith.schedule import chrome, draw, svg
 from pith.schedule.costs import Number
 from pith.schedule.timeline import Timeline, number
 from pith.schedule.verify import INVARIANTS, Violation, verify
+
+MOST_COLUMNS = 20_000  # of a text where no --width is given
 
 Json = Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")]
 Out = Annotated[Path | None, typer.Option("--out", help="Write the same JSON to this file.")]
@@ -44,7 +46,6 @@ def schedule_app() -> typer.Typer:
 
 def show_command(plan: Plan, *, json: Json = False, out: Out = None) -> None:
     """Show the table: what each rank computes, in its order."""
-    check_out(out)
     table = plan.table
     rows = list(table.row_texts())
     stages = [list(table.placement.stages(rank)) for rank in range(table.placement.pp)]
@@ -56,7 +57,6 @@ def show_command(plan: Plan, *, json: Json = False, out: Out = None) -> None:
 
 def simulate_command(plan: Plan, *, json: Json = False, out: Out = None) -> None:
     """Simulate the table: how long it takes, what idles, what is held."""
-    check_out(out)
     found = plan.simulation
     data = {
         **plan.data,
@@ -86,7 +86,8 @@ def draw_command(
         typer.Option("--format", help="trace: Chrome trace JSON, which Perfetto opens."),
     ] = "text",
     width: Annotated[
-        int | None, typer.Option(min=1, help="Columns of a text; by default no limit.")
+        int | None,
+        typer.Option(min=1, help="Columns of a text, at most; by default as many as needed."),
     ] = None,
     json: Json = False,
     out: Annotated[
@@ -94,7 +95,6 @@ def draw_command(
     ] = None,
 ) -> None:
     """Draw the table over simulated time; with --trace what was measured beside it."""
-    check_out(out)
     if width is not None and format != "text":
         raise RequestError(
             "schedule.options",
@@ -104,7 +104,7 @@ def draw_command(
     timelines = (
         plan.run.timelines() if plan.run is not None else (Timeline.planned(plan.simulation),)
     )
-    picture = "".join(_drawn(timelines, format, width))
+    picture = "".join(_drawn(timelines, format, width or MOST_COLUMNS))
     data = {**plan.data, "format": format}
     if out is None:
         data["picture"] = picture
@@ -119,7 +119,6 @@ def draw_command(
 
 def verify_command(plan: Plan, *, json: Json = False, out: Out = None) -> None:
     """Verify the table on both transports; with --trace also that what ran equals it."""
-    check_out(out)
     found = [*verify(plan.table, costs=plan.costs, max_live=plan.max_live)]
     checks = [_check(name, found) for name in INVARIANTS if name != "executed"]
     data: dict[str, Any] = dict(plan.data)
@@ -166,7 +165,7 @@ def _measured(timeline: Timeline) -> dict[str, Any]:
     }
 
 
-def _drawn(timelines: tuple[Timeline, ...], kind: str, width: int | None) -> Iterator[str]:
+def _drawn(timelines: tuple[Timeline, ...], kind: str, width: int) -> Iterator[str]:
     match kind:
         case "text":
             for timeline in timelines:

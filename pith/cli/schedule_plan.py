@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+from pith.cli.output import check_out
 from pith.cli.traced import TracedRun
 from pith.config import Recipe
 from pith.errors import Fault, RequestError, first_of
@@ -19,7 +20,8 @@ from pith.schedule.costs import Costs
 from pith.schedule.simulate import Simulation, simulate
 from pith.schedule.table import Placement, Table
 
-MOST_CELLS = 20_000  # stages x (micro-batches + stages) that are built and drawn within seconds
+# Stages x (micro-batches + stages) that are built and drawn within seconds; auto builds them all.
+MOST_CELLS, MOST_CELLS_OF_AUTO = 25_000, 10_000
 VIRTUAL = 2  # stages a rank of which --costs speaks where auto chooses
 
 
@@ -96,7 +98,7 @@ def of_options(
     _refuse(of_recipe, beside="no RECIPE")
     pp = 4 if pp is None else pp
     return by_numbers(
-        schedule or "auto",
+        "auto" if schedule is None else schedule,
         pp=pp,
         num_micro_batches=2 * pp if micro_batches is None else micro_batches,
         virtual=virtual,
@@ -115,7 +117,8 @@ def by_numbers(
     max_live: float | None,
 ) -> Plan:
     """The plan of `schedule`, "auto" included. Raises RequestError for what cannot be."""
-    _require_size(pp, num_micro_batches, virtual)
+    most = MOST_CELLS_OF_AUTO if schedule == "auto" else MOST_CELLS
+    _require_size(pp, num_micro_batches, virtual, most=most)
     if max_live is not None and not (math.isfinite(max_live) and max_live > 0):
         raise _unfit(Fault("--max-live", str(max_live), "a number above 0"))
     if schedule != "auto":
@@ -153,13 +156,13 @@ def _of_pipeline(pipeline: Pipeline, run: TracedRun | None = None) -> Plan:
     return Plan(pipeline.table, pipeline.costs, pipeline.choice, run=run)
 
 
-def _require_size(pp: int, num_micro_batches: int, virtual: int | None) -> None:
+def _require_size(pp: int, num_micro_batches: int, virtual: int | None, *, most: int) -> None:
     """Refuse a table that nobody would wait for."""
     num_stages = pp * (virtual or VIRTUAL)
     cells = num_stages * (num_micro_batches + num_stages)
-    if cells > MOST_CELLS:
+    if cells > most:
         found = f"{num_stages} stages of {num_micro_batches} micro-batches"
-        wanted = f"stages * (micro-batches + stages) up to {MOST_CELLS:,}, not {cells:,}"
+        wanted = f"stages * (micro-batches + stages) up to {most:,}, not {cells:,}"
         raise _unfit(Fault("--pp, --micro-batches, --virtual", found, wanted))
 
 
@@ -197,7 +200,7 @@ _OPTIONS: dict[str, Any] = {
         str | None,
         typer.Option(
             "--costs",
-            metavar="F=1,W=2,...",
+            metavar="f=1,w=2,...",
             help="f, i, w, comm, activation, w_store, layers: a number, or one a stage as in "
             "1:1:2:3; pair: the time of a pair in parts of the sum. For auto: of a stage where a "
             "rank has two.",
@@ -218,9 +221,13 @@ _OPTIONS: dict[str, Any] = {
 
 
 def planned(command: Callable[..., None]) -> Callable[..., None]:
-    """A command with the options that say which schedule is meant; `command` gets the Plan."""
+    """A command with the options that say which schedule is meant; `command` gets the Plan.
+
+    It has an option `out` of its own, which is checked before the plan is made.
+    """
 
     def with_options(**given: Any) -> None:
+        check_out(given["out"])
         chosen = {name: given.pop(name) for name in _OPTIONS}
         command(of_options(**chosen), **given)
 

@@ -55,6 +55,23 @@ class TracedRun:
                 executed = [[slot_text(s.slot) for s in step.rows[rank]] for rank in ranks]
                 yield step, ranks, verify_executed(self.pipeline.table, executed)
 
+    def _require_drawable(
+        self, step: TracedStep, ranks: tuple[int, ...], rows: tuple[tuple[Span, ...], ...]
+    ) -> None:
+        """Raise RequestError where a rank ran what its place in the pipeline does not have."""
+        place, count = self.pipeline.table.placement, self.pipeline.table.num_micro_batches
+        for stages, rank, row in zip(map(place.stages, range(place.pp)), ranks, rows, strict=True):
+            for span in row:
+                if any(op.stage not in stages or op.micro >= count for op in span.slot):
+                    raise RequestError(
+                        "schedule.run",
+                        what=f"step {step.step} did not run the plan of its recipe",
+                        found=f"{slot_text(span.slot)} on rank {rank}",
+                        wanted=f"stages {stages}, micro-batches below {count}",
+                        where=f"--trace {self.path}",
+                        next_step=f"pith schedule verify --trace {self.path}",
+                    )
+
     def timelines(self) -> tuple[Timeline, Timeline]:
         """Planned and measured, of the last traced step and the pipeline of rank 0.
 
@@ -63,6 +80,7 @@ class TracedRun:
         """
         step, ranks = self.steps[-1], next(self.pipelines())
         rows = tuple(step.rows[rank] for rank in ranks)
+        self._require_drawable(step, ranks, rows)
         begin = min((row[0].start for row in rows if row), default=0.0)
         planned = Timeline.planned(simulate(self.pipeline.table, self.pipeline.costs))
         factor = _work(rows) / (_work(planned.rows) or 1)

@@ -99,9 +99,14 @@ def table_size(schedule: str, *, pp: int, num_stages: int | None, batch: Batch) 
     per_rank = max(_stage_counts(schedule, pp=pp, asked=num_stages)) // pp
     most = _most_micro_batches(pp * per_rank)
     if most < 1:
-        largest = next(n for n in range(MAX_CELLS, 0, -1) if _most_micro_batches(n * per_rank) >= 1)
-        wanted = f"at most {largest} with schedule {schedule}: the table would be too large"
-        yield Fault("parallel.pp", f"{pp} ({pp * per_rank} stages)", wanted, (str(largest),))
+        fitting = (n for n in range(pp, 0, -1) if _most_micro_batches(n * per_rank) >= 1)
+        largest = next(fitting, 0)
+        if largest:
+            wanted = f"at most {largest} with schedule {schedule}: the table would be too large"
+            yield Fault("parallel.pp", f"{pp} ({pp * per_rank} stages)", wanted, (str(largest),))
+        else:
+            wanted = "fewer: the table would be too large"
+            yield Fault("parallel.num_stages", str(num_stages), wanted, (str(2 * pp),))
     elif batch.num_micro_batches > most:
         found = f"{batch.global_batch_size} ({batch.num_micro_batches} micro-batches)"
         wanted = (

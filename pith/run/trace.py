@@ -21,6 +21,8 @@ from pith.errors import RequestError, RunFailedError
 from pith.schedule.simulate import Span
 from pith.schedule.table import parse_slot, slot_text
 
+MOST_SECONDS = 1e6  # a slot that ends later is no measurement
+
 
 @dataclass(frozen=True, slots=True)
 class TraceFile:
@@ -96,7 +98,7 @@ def _sound(timed: tuple[str, float, float]) -> tuple[str, float, float]:
 
 
 _Count = Annotated[int, Field(ge=1)]
-_Seconds = Annotated[float, Field(ge=0)]
+_Seconds = Annotated[float, Field(ge=0, le=MOST_SECONDS)]
 
 
 class _Line(BaseModel):
@@ -111,12 +113,17 @@ class _Line(BaseModel):
 
     @property
     def row(self) -> tuple[Span, ...]:
-        return tuple(Span(parse_slot(text), start, end) for text, start, end in self.slots)
+        return tuple(
+            Span(parse_slot(text), round(start, 9), round(end, 9))
+            for text, start, end in self.slots
+        )
 
 
 def _read(path: Path) -> dict[int, _Line]:
     """The lines of one rank by step: at least one, and each step after the one before."""
     try:
+        if path.exists() and not path.is_file():
+            raise OSError("no regular file")
         *texts, rest = path.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise _unreadable(path, found=str(error), wanted="the file of each rank") from error

@@ -1,7 +1,8 @@
 """`auto`: the schedule that ends first at the costs of a model, within a bound on activations.
 
-Every schedule that the engine executes is built and timed; the list scheduler with two stages a
-rank and with one. All ranks choose alike: nothing that is measured on one of them enters.
+Every schedule that the engine executes is built and timed, with one stage a rank or with two: more
+of them mean more messages, which the costs of layers do not show. All ranks choose alike: nothing
+that is measured on one of them enters.
 """
 
 from collections.abc import Callable, Iterator
@@ -184,7 +185,7 @@ def _unfit(found: _Found, costs: CostsOf, max_live: Number) -> RequestError:
     least, name = min(needs)
     wanted = f"{number(least)} or more: what {name} holds"
     fault = Fault("schedule max_live", number(max_live), wanted, (number(least),))
-    return RequestError("schedule.max_live", what=f"no schedule fits: {fault}", faults=(fault,))
+    return RequestError("schedule.max_live", what=str(fault), faults=(fault,))
 
 
 def _worth(candidate: Candidate) -> tuple[bool, Number]:

@@ -116,7 +116,8 @@ def _names(name: str) -> Iterator[Fault]:
     names = (*SCHEDULES, *SIMULATION_ONLY)
     if name not in names:
         nearest = tuple(get_close_matches(name.lower(), names, n=2, cutoff=0.3)) or SCHEDULES
-        yield Fault("schedule", repr(name), f"one of {', '.join(names)}", nearest)
+        wanted = f"one of {', '.join(names)}, or auto where one can be chosen"
+        yield Fault("schedule", repr(name[:40]), wanted, nearest)
 
 
 def _counts(name: str, counts: dict[str, int]) -> Iterator[Fault]:

@@ -1,6 +1,5 @@
 """What the parts of a schedule cost: time of each stage's operations, activations that it holds."""
 
-import math
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -45,20 +44,18 @@ class Costs:
             name, _, value = (piece.strip() for piece in part.partition("="))
             if name not in _NAMES:
                 wanted = f"one of {', '.join(_NAMES)}"
-                faults.append(Fault("--costs", repr(part), f"NAME=VALUE with NAME {wanted}"))
+                faults.append(Fault("--costs", repr(part[:40]), f"NAME=VALUE with NAME {wanted}"))
             elif name in values:
                 faults.append(Fault(f"--costs {name}", "two values", "one"))
             elif (read := _read(value)) is None:
-                wanted = "a number that is not negative, or one a stage as in 1:1:2:3"
-                faults.append(Fault(f"--costs {name}", repr(value), wanted))
+                wanted = f"0, or from {LEAST:g} to {MOST:g}, or one a stage as in 1:1:2:3"
+                faults.append(Fault(f"--costs {name}", repr(value[:40]), wanted))
             else:
                 values[name] = read
         if isinstance(values.get("pair"), tuple):
             faults.append(Fault("--costs pair", "one a stage", "one number"))
         if faults:
-            raise RequestError(
-                "schedule.costs", what=f"costs: {first_of(faults)}", faults=tuple(faults)
-            )
+            raise RequestError("schedule.costs", what=first_of(faults), faults=tuple(faults))
         return cls(**values)
 
     @property
@@ -74,7 +71,7 @@ class Costs:
             if isinstance(cost := getattr(self, name), tuple) and len(cost) != num_stages
         )
         if faults:
-            raise RequestError("schedule.costs", what=f"costs: {first_of(faults)}", faults=faults)
+            raise RequestError("schedule.costs", what=first_of(faults), faults=faults)
 
     def operation(self, op: Op) -> Number:
         """The time of one operation alone."""
@@ -109,6 +106,9 @@ class Costs:
         )
 
 
+# What --costs takes besides 0: sums and quotients of such numbers are exact enough to be drawn.
+LEAST, MOST = 1e-6, 1e9
+
 _NAMES = tuple(field.name for field in fields(Costs))
 
 
@@ -138,4 +138,4 @@ def _read_number(text: str) -> Number | None:
         )
     except ValueError:
         return None
-    return value if math.isfinite(value) and value >= 0 else None
+    return value if value == 0 or LEAST <= value <= MOST else None

@@ -110,9 +110,10 @@ def _most_added(slot: Slot, costs: Costs) -> Number:
     """The most that a slot holds more than was held before, layers of a pair in turns."""
     changes = [_change(op, costs) for op in slot]
     layers = [max(1, int(at(costs.layers, op.stage))) for op in slot]
+    # Between the ends of the two operations the sum goes straight up or down.
     return max(
         sum(c if done >= n else c * done / n for c, n in zip(changes, layers, strict=True))
-        for done in range(1, max(layers) + 1)
+        for done in (1, *layers)
     )
 
 

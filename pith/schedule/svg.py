@@ -35,6 +35,7 @@ _EDGE = 2  # by what a slot is wider than its number: the gap to the next one, a
 _GAP, _DECIMAL = 1, 0.1  # between slots; to what coordinates are rounded
 _ROOMY = 4  # cells get at most so many times the room that their numbers need,
 _COMFORT = 820  # and no more than that where the picture would become wider than this
+_WIDEST = 100_000  # no picture is wider, even if numbers then have no room
 _LEFT, _TOP, _RIGHT, _BORDER = 60, 58, 88, 16  # around the cells; free space at the borders
 _SWATCH = 12  # a box of the legend
 _CELL, _STRIP, _ROW = 24, 10, 44  # heights: a cell, its strip of live activations, a row with both
@@ -91,6 +92,7 @@ def _opening(width: int, height: int) -> str:
 def _pixels_per_unit(timeline: Timeline) -> float:
     rounding = 2 * _DECIMAL
     least = stretch(timeline.rows, lambda s: _number_width(s) * _SMALLEST + _EDGE + rounding)
+    least = min(least, _WIDEST / (timeline.makespan or 1))
     pixels = max(least, min(least * _ROOMY, _COMFORT / (timeline.makespan or 1)))
     return max(math.ceil(least), math.floor(pixels)) if pixels > _SMALLEST else pixels
 
