@@ -117,6 +117,11 @@ def test_a_picture_goes_to_stdout_or_to_a_file(kind, capsys, tmp_path, ask):
         (["--costs", "f=nan"], "f"),
         (["--costs", "pair=1:2"], "pair"),
         (["--costs", "f"], "f"),
+        (["--costs", "f=1e308"], "1e+09"),
+        (["--costs", "w=1e-320"], "1e-06"),
+        (["--schedule", ""], "''"),
+        (["--pp", "1", "--micro-batches", "9000"], "10,000"),
+        (["--out", f"{__file__}/x"], "cannot be written"),
         (["--costs", "f=1,f=2"], "two values"),
         (["--max-live", "0"], "--max-live"),
         (["--max-live", "nan"], "--max-live"),
@@ -135,6 +140,22 @@ def test_a_wrong_request_is_one_line_that_names_it(ask, verb, words, named):
     assert named in str(report["error"])
     assert text.startswith("error: ")
     assert "Traceback" not in text
+
+
+@pytest.mark.parametrize(
+    "costs", ["comm=1e9", "layers=1e9", "f=1e9,i=1e-6", "pair=0", "f=0,i=0,w=0"]
+)
+@pytest.mark.parametrize("kind", ["text", "svg", "trace"])
+def test_the_widest_costs_are_drawn_at_once_and_not_at_any_size(ask, costs, kind):
+    words = ["draw", "--schedule", "dualpipev", *SIZE, "--costs", costs, "--format", kind]
+    status, report, _ = ask(*words)
+    assert status == 0
+    assert len(report["data"]["picture"]) < 300_000
+
+
+def test_a_bound_that_is_met_but_for_rounding_holds(ask):
+    words = ["--schedule", "list", "--costs", "activation=0.1,w_store=0.1", "--max-live", "0.3"]
+    assert ask("verify", *words)[0] == 0
 
 
 def test_a_width_is_for_texts(ask):
@@ -208,6 +229,20 @@ def test_a_run_that_ran_anything_else_fails(ask, run_dir, change):
     assert "BROKEN" in text
     failed = [check["where"] for check in report["checks"] if not check["ok"]]
     assert failed == ["step 3 of ranks 0, 2"]
+
+
+@pytest.mark.parametrize("text", ["F99.0", "F1.0", "F0.999"])
+def test_what_no_rank_of_the_plan_runs_is_not_drawn_but_told(ask, run_dir, text):
+    path = run_dir / "trace" / "rank-00000.jsonl"
+    first, last = map(json.loads, path.read_text().splitlines())
+    last["slots"][0][0] = text
+    path.write_text(f"{json.dumps(first)}\n{json.dumps(last)}\n")
+    for verb in ("draw", "simulate"):
+        status, report, _ = ask(verb, "--trace", run_dir)
+        assert status == 2
+        assert report["error"]["found"] == f"{text} on rank 0"
+        assert report["next"] == [f"pith schedule verify --trace {run_dir}"]
+    assert ask("verify", "--trace", run_dir)[0] == 1
 
 
 @pytest.mark.parametrize(

@@ -182,6 +182,13 @@ def test_a_table_too_large_to_draw_is_refused_with_the_largest(schedule, pp):
     assert where in faults_of(SOUND, *layout, f"{where}={nearest + 1}")
 
 
+@pytest.mark.parametrize("number", [5, 100_000, 2**31 - 1])
+@pytest.mark.parametrize("name", ["list", "interleaved", "auto", "zbv"])
+def test_a_number_of_stages_that_cannot_be_is_a_fault(name, number):
+    layout = [f"parallel.schedule={name}", f"parallel.num_stages={number}"]
+    assert "parallel.num_stages" in faults_of(SOUND, *layout)
+
+
 def test_more_stages_than_a_table_can_have_are_refused_with_the_most():
     deep = "model.fields.num_hidden_layers=1024"
     (most,) = faults_of(SOUND, deep, "parallel.pp=500")["parallel.pp"].nearest

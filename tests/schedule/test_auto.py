@@ -1,6 +1,7 @@
 """auto is near the best that there is, and no builder that fits is better."""
 
 import random
+from fractions import Fraction
 
 import pytest
 
@@ -10,7 +11,7 @@ from pith.schedule.build import SCHEDULES, build, placement
 from pith.schedule.costs import Costs
 from pith.schedule.simulate import simulate
 from pith.schedule.table import Placement
-from tests.schedule.exhaustive import shortest
+from tests.schedule.exhaustive import Problem, shortest
 from tests.schedule.optima import CASES, PLACES, auto_makespan, optima
 
 
@@ -118,3 +119,39 @@ def test_equal_requests_have_equal_tables():
 def test_counts_below_one_are_refused(name):
     with pytest.raises(RequestError):
         auto(**{"pp": 2, "num_micro_batches": 2, name: 0}, costs=lambda p: Costs())
+
+
+@pytest.mark.parametrize(
+    ("count", "times", "pair", "comm", "bound"),
+    [
+        (3, (1, 1, 1), (2, 3), 0, "3"),
+        (2, (2, 2, 2), (2, 3), 1, "2.5"),
+        (4, (1, 1, 2), (3, 4), 1, "2.5"),
+        (2, (3, 1, 2), (1, 2), 2, "2"),
+    ],
+)
+def test_it_is_also_where_input_gradients_free_half_of_what_is_held(
+    count, times, pair, comm, bound
+):
+    place, share, least = PLACES["v"], Fraction(*pair), Fraction(bound)
+    half = Fraction(1, 2)
+    problem = Problem(
+        ranks=tuple(map(place.rank, range(4))),
+        num_micro_batches=count,
+        comm=(Fraction(comm),) * 4,
+        layers=(1,) * 4,
+        pair=share,
+        bound=least,
+        **dict(zip("fiw", ((Fraction(part),) * 4 for part in times), strict=True)),
+        activation=(Fraction(1),) * 4,
+        w_store=(half,) * 4,
+    )
+    one = Costs(*times, comm=comm, w_store=0.5, pair=float(share))
+    choice = auto(
+        2,
+        num_micro_batches=count,
+        costs=lambda p: one.cut(4 // p.num_stages),
+        max_live=float(least),
+        num_stages=4,
+    )
+    assert choice.simulation.makespan <= float(shortest(problem)) * 1.03
