@@ -6,17 +6,21 @@ no rank ends before its own work is done, no micro-batch before it has gone the 
 """
 
 from dataclasses import dataclass
-from heapq import heappop, heappush
+from heapq import heappop, heappush, nlargest
 from math import inf
 from operator import le
+from typing import NamedTuple
 
 from pith.schedule.costs import Number
 from pith.schedule.partial import NONE, Option, Partial, Problem
 
 _LESS = 1 - 1e-9  # one makespan is below another when it is so much shorter
+_SHARE = 0.2  # of the mean of what bounds each rank, in what makes a schedule promising
 
 Waits = tuple[bool, ...]  # by rank, whether it waits for a message
-Node = tuple[Number, Number, int, Partial, Waits]  # in the order in which they are served
+_Counts = tuple[tuple[int, int, int, int], ...]  # by lane of a rank: next F, next I, next W
+# Served in the order of promise, time spent and number; then the lower bound, and what it is of.
+Node = tuple[Number, Number, int, Number, Partial, Waits]
 
 
 def search(problem: Problem, *, pairs: bool, width: int, below: Number) -> Partial | None:
@@ -28,7 +32,7 @@ def search(problem: Problem, *, pairs: bool, width: int, below: Number) -> Parti
     for step in range(beam.num_steps):
         beam.expand(step)
     ended = beam.waves[beam.num_steps]
-    return ended[0][3] if ended else None
+    return ended[0][4] if ended else None
 
 
 class _Beam:
@@ -47,7 +51,7 @@ class _Beam:
         wave, kept = self.waves[step], 0
         seen: dict[tuple[int, ...], list[list[Number]]] = {}
         while wave and kept < self.width:
-            least, _, _, partial, waits = heappop(wave)
+            *_, least, partial, waits = heappop(wave)
             past = (*partial.next_f, *partial.next_i, *partial.next_w, *waits)
             times = partial.free + partial.ready_f + partial.ready_i
             others = seen.setdefault(past, [])
@@ -71,10 +75,13 @@ class _Beam:
             self._add(step + num_run, child, still, least=least)
 
     def _add(self, step: int, partial: Partial, waits: Waits, *, least: Number) -> None:
-        least = max(least, self.bounds.makespan(partial, waits))
+        bound, mean = self.bounds.makespan(partial, waits)
+        least = max(least, bound)
         if least < self.cutoff:
             self.count += 1
-            heappush(self.waves[step], (least, sum(partial.free), self.count, partial, waits))
+            promise = least + mean * _SHARE
+            node = (promise, sum(partial.free), self.count, least, partial, waits)
+            heappush(self.waves[step], node)
 
 
 def _next(partial: Partial, waits: Waits) -> tuple[int, list[Option]]:
@@ -89,8 +96,7 @@ def _next(partial: Partial, waits: Waits) -> tuple[int, list[Option]]:
     return found
 
 
-@dataclass(frozen=True, slots=True)
-class _Leg:
+class _Leg(NamedTuple):
     """F or I of a stage on the way of a micro-batch.
 
     `rest` is the time from its start to the end of the way, `delay` that until the next leg.
@@ -108,72 +114,88 @@ class _Leg:
 class Bounds:
     """Lower bounds of the makespan of all that begins with a partial schedule.
 
-    `gain` and `gain_fi` are by rank the most that a pair saves, of all work and of F and I alone.
+    `gains` are by lane what a pair saves by its F, by its B, and of I alone by its B.
     """
 
     problem: Problem
     way: tuple[_Leg, ...]
-    gain: tuple[Number, ...]
-    gain_fi: tuple[Number, ...]
+    gains: tuple[tuple[Number, Number, Number], ...]
+    known: dict[_Counts, tuple[Number, bool]]
 
     @classmethod
     def of(cls, problem: Problem, *, pairs: bool) -> "Bounds":
-        lanes, ranks = problem.lanes, range(len(problem.of_rank))
-        saved = [
-            (lanes[first].rank, lanes[first].f + lanes[second].i - time, lanes[second].w)
-            for (first, second), (time, _) in problem.pairs.items()
-            if pairs
-        ]
-        gain = (max((0, *(fi + w for own, fi, w in saved if own == rank))) for rank in ranks)
-        gain_fi = (max((0, *(fi for own, fi, _ in saved if own == rank))) for rank in ranks)
-        return cls(problem, _way(problem), tuple(gain), tuple(gain_fi))
+        pair = problem.pair if pairs else 1
+        gains = (
+            (
+                lane.f * (1 - pair),
+                (lane.i + lane.w) * (1 - pair),
+                max(0, lane.i * (1 - pair) - lane.w * pair),
+            )
+            for lane in problem.lanes
+        )
+        return cls(problem, _way(problem), tuple(gains), {})
 
-    def makespan(self, partial: Partial, waits: Waits) -> Number:
-        """Infinity where none can end. A rank that waits begins with what is not sent yet."""
-        size = self.problem.num_micro_batches
+    def makespan(self, partial: Partial, waits: Waits) -> tuple[Number, Number]:
+        """The bound, and the mean of the bounds by rank; infinity where a rank waits in vain.
+
+        A rank that waits begins with what is not sent yet.
+        """
+        size, free = self.problem.num_micro_batches, partial.free
         least: Number = 0
         came: Number = 0
         begins: list[Number] = [inf] * len(waits)
-        for leg in self.way:
-            micro = (partial.next_f if leg.forward else partial.next_i)[leg.number]
+        for number, rank, forward, time, delay, rest in self.way:
+            micro = partial.next_f[number] if forward else partial.next_i[number]
             if micro < size:
-                arrivals = partial.ready_f if leg.forward else partial.ready_i
-                ready = arrivals[leg.number * size + micro]
-                begin = max(partial.free[leg.rank], came if ready == inf else ready)
-                if begin < begins[leg.rank] and (ready == inf or not waits[leg.rank]):
-                    begins[leg.rank] = begin
-                least = max(least, begin + (size - micro - 1) * leg.time + leg.rest)
-                came = begin + leg.time + leg.delay
-        for rank, wait in enumerate(waits):
-            least = max(least, self._work(partial, rank, begin=begins[rank], wait=wait))
-        return least
+                arrivals = partial.ready_f if forward else partial.ready_i
+                ready = arrivals[number * size + micro]
+                begin = came if ready == inf else ready
+                begin = max(begin, free[rank])
+                if begin < begins[rank] and (ready == inf or not waits[rank]):
+                    begins[rank] = begin
+                least = max(least, begin + (size - micro - 1) * time + rest)
+                came = begin + time + delay
+        for rank, own in enumerate(self.problem.of_rank):
+            counts = tuple(
+                [(n, partial.next_f[n], partial.next_i[n], partial.next_w[n]) for n in own]
+            )
+            if (left := self.known.get(counts)) is None:
+                left = self.known[counts] = self._left(counts)
+            time, owes = left
+            if not waits[rank] and (owes or not time):
+                begins[rank] = free[rank]
+            begins[rank] += time
+        return max(least, *begins), sum(begins) / len(begins)
 
-    def _work(self, partial: Partial, rank: int, *, begin: Number, wait: bool) -> Number:
-        """When `rank` has done its work, and the last micro-batch the rest of its way."""
-        size, num_f, num_i = self.problem.num_micro_batches, 0, 0
-        time_fi: Number = 0
-        time_w: Number = 0
+    def _left(self, counts: _Counts) -> tuple[Number, bool]:
+        """How long a rank still needs, and whether a W could run at once.
+
+        It needs as long as all its work takes, and as all F and I and then the rest of the way of
+        the last micro-batch. In no pair are F of the first micro-batch and I of the last.
+        """
+        size, owes = self.problem.num_micro_batches, False
+        work: Number = 0
+        way: Number = 0
         rest: Number = inf
-        for number in self.problem.of_rank[rank]:
-            lane = self.problem.lanes[number]
-            left_f, left_i = size - partial.next_f[number], size - partial.next_i[number]
-            left_w = size - partial.next_w[number]
-            num_f, num_i = num_f + left_f, num_i + left_i
-            time_fi += left_f * lane.f + left_i * lane.i
-            time_w += left_w * lane.w
-            if left_w > left_i and not wait:
-                begin = partial.free[rank]
-            if left_i:
+        forwards: list[Number] = []
+        backwards: list[Number] = []
+        backwards_i: list[Number] = []
+        for number, next_f, next_i, next_w in counts:
+            lane, (by_f, by_b, by_i) = self.problem.lanes[number], self.gains[number]
+            fi = (size - next_f) * lane.f + (size - next_i) * lane.i
+            way += fi
+            work += fi + (size - next_w) * lane.w
+            owes = owes or next_w < next_i
+            if next_i < size:
                 rest = min(rest, self.way[-1 - number].rest - lane.i)
-        if begin == inf:
-            return inf if wait else partial.free[rank]
-        most_pairs = min(num_f, num_i)
-        end = begin + time_fi + time_w - most_pairs * self.gain[rank]
-        return (
-            end
-            if rest == inf
-            else max(end, begin + time_fi - most_pairs * self.gain_fi[rank] + rest)
-        )
+            forwards += [by_f] * min(size - next_f, size - 1)
+            backwards += [by_b] * (size - next_i - 1)
+            backwards_i += [by_i] * (size - next_i - 1)
+        num_pairs = min(len(forwards), len(backwards))
+        saved = sum(nlargest(num_pairs, forwards))
+        work -= saved + sum(nlargest(num_pairs, backwards))
+        way -= saved + sum(nlargest(num_pairs, backwards_i))
+        return max(work, way + (rest if rest < inf else 0)), owes
 
 
 def _way(problem: Problem) -> tuple[_Leg, ...]:

@@ -55,6 +55,7 @@ class Problem:
     lanes: tuple[Lane, ...]
     of_rank: tuple[tuple[int, ...], ...]
     pairs: dict[tuple[int, int], tuple[Number, Number]]
+    pair: Number
 
     @classmethod
     def of(
@@ -71,7 +72,7 @@ class Problem:
             for first in own
             for second in own
         }
-        return cls(num_micro_batches, max_live * SLACK, lanes, of_rank, pairs)
+        return cls(num_micro_batches, max_live * SLACK, lanes, of_rank, pairs, costs.pair)
 
     @property
     def is_one_way(self) -> bool:
