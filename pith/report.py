@@ -4,7 +4,7 @@ import json
 import math
 import platform
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,6 +35,20 @@ class Report:
     data: Mapping[str, Any] = field(default_factory=dict)
     error: PithError | None = None
     next: tuple[str, ...] = ()
+
+    @classmethod
+    def of_checks(
+        cls,
+        verb: str,
+        checks: Sequence[Check],
+        *,
+        data: Mapping[str, Any],
+        next: Sequence[str] = (),
+    ) -> "Report":
+        """What `checks` found: exit 0 where there are some and all held, 1 where one failed."""
+        assert checks, "nothing was checked, which is no pass"
+        status = 0 if all(check.ok for check in checks) else 1
+        return cls(verb, exit=status, checks=tuple(checks), data=data, next=tuple(next))
 
     @property
     def ok(self) -> bool:

@@ -8,11 +8,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+import typer
 from rich.console import Console
 
 from pith.errors import PithError, RequestError
 from pith.launch.failures import RankFailedError
-from pith.report import Report
+from pith.report import Check, Report
 
 UNPRINTED = "output.stdout"  # the code of the error that stdout cannot carry
 
@@ -30,6 +31,24 @@ def emit(report: Report, *, json: bool, out: Path | None, text: str) -> None:
         write_whole(out, text=line)
     if json:
         put(line)
+
+
+def conclude(report: Report, *, json: bool, out: Path | None, text: str = "") -> None:
+    """Answer with what `report` checked, a line each below `text`, and leave with its status."""
+    lines = [text] if text else []
+    lines += [check_text(check) for check in report.checks]
+    lines += [f"next       {step}" for step in report.next]
+    emit(report, json=json, out=out, text="\n".join(lines))
+    raise typer.Exit(report.exit)
+
+
+def check_text(check: Check) -> str:
+    """One check in one line."""
+    place = f" ({check.where})" if check.where else ""
+    line = f"{'held  ' if check.ok else 'FAILED'} {check.name}{place}"
+    if check.ok:
+        return f"{line}: {check.found}" if check.found else line
+    return f"{line}: found {check.found or 'nothing'}, wanted {check.wanted}"
 
 
 def put(line: str) -> None:
