@@ -11,6 +11,7 @@ import typer.main
 
 import pith
 from pith.cli import output
+from pith.cli.check import check_app
 from pith.cli.checkpoint import checkpoint_app
 from pith.cli.recipe import recipe_app
 from pith.cli.schedule import schedule_app
@@ -90,6 +91,7 @@ def build() -> typer.Typer:
     app.add_typer(recipe_app(), name="recipe")
     app.add_typer(checkpoint_app(), name="checkpoint")
     app.add_typer(schedule_app(), name="schedule")
+    app.add_typer(check_app(), name="check")
     return app
 
 
