@@ -7,7 +7,7 @@ are capped by one table, relations between them are kept, and every other key st
 from collections.abc import Mapping, Sequence
 from math import lcm
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeGuard
 
 # Widths differ from each other, so that a swapped pair of axes cannot go unseen.
 CAPS: Mapping[str, int] = MappingProxyType(
@@ -166,5 +166,5 @@ def _wider(spread: Any) -> Any:
     return max(spread, INITIALIZER_RANGE) if is_number else spread
 
 
-def _is_count(value: Any) -> bool:
+def _is_count(value: Any) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool) and value > 0

@@ -92,7 +92,8 @@ def test_every_shipped_recipe_scaled_down_is_valid_tiny_and_keeps_all_but_size(n
     for key in rate:
         assert bool(getattr(small.optimizer, key)) == bool(getattr(recipe.optimizer, key))
     assert small.batch().num_micro_batches >= min(4, recipe.batch().num_micro_batches)
-    assert small.training.sequence_length == 32 and small.data.corpus == "embedded"
+    assert small.training.sequence_length == 32
+    assert small.data.corpus == "embedded"
     assert all(len(layers) for layers in small.pipeline().split[1:-1])
 
 
@@ -100,12 +101,15 @@ def test_a_recipe_for_many_ranks_keeps_them_with_as_many_experts_and_layers():
     wide = ["parallel.ep=16", "parallel.pp=4", "parallel.layers_per_stage=" + str([12] * 4)]
     wide += ["parallel.schedule=1f1b", "training.global_batch_size=256", "training.clip=none"]
     small = scaled_down(Recipe.load("qwen3-30b-a3b", wide, world_size=128), world_size=128)
-    assert small.parallel.num_stages == 4 and small.architecture.num_experts == 16
-    assert small.batch(128).num_micro_batches == 8 and small.batch(128).data_ranks == 32
+    assert small.parallel.num_stages == 4
+    assert small.architecture.num_experts == 16
+    assert small.batch(128).num_micro_batches == 8
+    assert small.batch(128).data_ranks == 32
     assert small.training.clip is None
     deep = scaled_down(Recipe.load("qwen3-235b-a22b"))
     assert deep.architecture.num_layers == 16  # two stages on each of eight ranks
-    assert deep.optimizer.warmup_steps == 1 and deep.optimizer.decay_steps == 4
+    assert deep.optimizer.warmup_steps == 1
+    assert deep.optimizer.decay_steps == 4
 
 
 @pytest.mark.parametrize("config", [MIXTRAL, OLMOE], ids=["mixtral", "olmoe"])
@@ -114,11 +118,16 @@ def test_a_family_without_head_dim_keeps_ratio_of_heads_and_whole_even_heads(con
     assert small.keys() == config.keys()
     heads, kv_heads = small["num_attention_heads"], small["num_key_value_heads"]
     assert heads / kv_heads == config["num_attention_heads"] / config["num_key_value_heads"]
-    assert small["hidden_size"] % (2 * heads) == 0 and small["hidden_size"] <= 64
-    assert small["num_local_experts"] == 8 and small.get("num_experts", 8) == 8
-    assert small["num_experts_per_tok"] == 2 and small["num_hidden_layers"] == 4
-    assert small["vocab_size"] == 264 and small["eos_token_id"] < 264
-    assert small["sliding_window"] is None and small["model_type"] == config["model_type"]
+    assert small["hidden_size"] % (2 * heads) == 0
+    assert small["hidden_size"] <= 64
+    assert small["num_local_experts"] == 8
+    assert small.get("num_experts", 8) == 8
+    assert small["num_experts_per_tok"] == 2
+    assert small["num_hidden_layers"] == 4
+    assert small["vocab_size"] == 264
+    assert small["eos_token_id"] < 264
+    assert small["sliding_window"] is None
+    assert small["model_type"] == config["model_type"]
     assert small["initializer_range"] == 0.1
 
 
@@ -148,7 +157,8 @@ def test_kinds_of_layers_are_cut_to_the_same_length_and_none_is_lost():
     assert set(small["layer_types"]) == {"sliding_attention", "full_attention"}
     next_ = [*["linear_attention"] * 3, "full_attention"]
     small = scale_down(QWEN3 | {"full_attention_interval": 4, "layer_types": next_ * 12})
-    assert small["layer_types"] == next_ and small["full_attention_interval"] == 4
+    assert small["layer_types"] == next_
+    assert small["full_attention_interval"] == 4
     deepseek = {"n_routed_experts": 256, "n_group": 8, "topk_group": 4, "first_k_dense_replace": 3}
     small = scale_down(QWEN3 | deepseek | {"num_hidden_layers": 61})
     assert small["n_routed_experts"] % small["n_group"] == 0
