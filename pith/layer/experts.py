@@ -77,3 +77,11 @@ class Experts(nn.Module):
         return operators.weighted_sum(
             self.down_proj(inner_PF, counts_e), received.weights_RK, pairs
         )
+
+
+class MixtureOfExperts(nn.Module):
+    """A router and this rank's experts, as modules: the layer runs them in stages of its own."""
+
+    def __init__(self, gate: nn.Module, experts: Experts) -> None:
+        super().__init__()
+        self.gate, self.experts = gate, experts

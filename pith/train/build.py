@@ -224,13 +224,9 @@ def _optimizer(
 
 def _connect(recipe: Recipe, table: Table, groups: Groups, *, headers: bool) -> Transport:
     training, world = recipe.training, groups.world
-    shape = (
-        training.micro_batch_size,
-        training.sequence_length,
-        recipe.architecture.hidden_size,
-    )
+    shapes = recipe.architecture.carry_shapes(training.micro_batch_size, training.sequence_length)
     wire = Wire(
-        shapes=(shape,),
+        shapes=shapes,
         dtype=DTYPES[training.precision],
         device=world.device,
         staged=world.staged,
