@@ -1,7 +1,8 @@
 """`pith check`: operators, recipes and the repository against what they must be."""
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -18,6 +19,7 @@ def check_app() -> typer.Typer:
     """The commands under `pith check`."""
     app = typer.Typer(help="Checks: operators, recipes, the rules of the repository.")
     app.command("recipe")(recipe_command)
+    app.command("repository")(repository_command)
     return app
 
 
@@ -41,6 +43,40 @@ def recipe_command(
             for check in check_recipe(name, dry_run=lambda recipe: dry_run(recipe)[0])
         ]
     _conclude("check recipe", checks, json=json, out=out)
+
+
+def repository_command(context: typer.Context, *, json: Json = False, out: Out = None) -> None:
+    """Check the rules of the house in the checkout around this folder; exit 3 outside of one."""
+    check_out(out)
+    with failure_to(out, verb="check repository"):
+        from pith.verify.repository.checkout import Checkout  # noqa: PLC0415
+        from pith.verify.repository.rules import check_repository  # noqa: PLC0415
+
+        root: Any = context.find_root().command
+        checkout = Checkout.around(Path.cwd())
+        checks = [*check_repository(checkout, refusal=lambda words: refusal(root, words))]
+    _conclude("check repository", checks, json=json, out=out)
+
+
+def refusal(program: Any, words: Sequence[str]) -> str:
+    """Why `words` is no command line of `program`; nothing where it is one. Runs no command."""
+    node, rest = program, list(words)
+    while rest and hasattr(node, "commands") and not rest[0].startswith("-"):
+        if rest[0] not in node.commands:
+            return f"no command {rest[0]}"
+        node = node.commands[rest.pop(0)]
+    if {"--help", "--version"} & set(rest):  # would answer while they are parsed
+        return ""
+    if hasattr(node, "commands"):
+        return "a command is missing"
+    try:
+        node.make_context("pith", rest)
+    except Exception as error:
+        message = getattr(error, "format_message", None)
+        if message is None:
+            raise
+        return " ".join(message().split())
+    return ""
 
 
 def _conclude(verb: str, checks: list[Check], *, json: bool, out: Path | None) -> None:
