@@ -17,10 +17,36 @@ Out = Annotated[Path | None, typer.Option("--out", help="Write the same JSON to 
 
 def check_app() -> typer.Typer:
     """The commands under `pith check`."""
-    app = typer.Typer(help="Checks: operators, recipes, the rules of the repository.")
+    app = typer.Typer(help="Checks: operators, models, recipes, the rules of the repository.")
+    app.command("model")(model_command)
     app.command("recipe")(recipe_command)
     app.command("repository")(repository_command)
     return app
+
+
+def model_command(
+    names: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="FAMILY|RECIPE...",
+            help="A family: the name of its files in pith/arch and pith/models (qwen3). A shipped "
+            "recipe, or the path of a recipe or a config.json: its model, scaled down to be run.",
+        ),
+    ],
+    *,
+    json: Json = False,
+    out: Out = None,
+) -> None:
+    """Check models against transformers: names, counts, logits, gradients, FLOPs, five stages.
+
+    A family is checked at every tiny config in pith/verify/configs/FAMILY.
+    """
+    check_out(out)
+    with failure_to(out, verb="check model"):
+        from pith.verify.model import check_model  # noqa: PLC0415
+
+        checks = [*check_model(names)]
+    _conclude("check model", checks, json=json, out=out)
 
 
 def recipe_command(
