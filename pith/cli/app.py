@@ -13,6 +13,7 @@ import pith
 from pith.cli import output
 from pith.cli.check import check_app
 from pith.cli.checkpoint import checkpoint_app
+from pith.cli.compare import compare_command
 from pith.cli.recipe import recipe_app
 from pith.cli.schedule import schedule_app
 from pith.cli.tokenize import tokenize_command
@@ -88,6 +89,7 @@ def build() -> typer.Typer:
     app.callback()(_options)
     app.command("train")(train_command)
     app.command("tokenize")(tokenize_command)
+    app.command("compare")(compare_command)
     app.add_typer(recipe_app(), name="recipe")
     app.add_typer(checkpoint_app(), name="checkpoint")
     app.add_typer(schedule_app(), name="schedule")

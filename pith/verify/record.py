@@ -1,13 +1,27 @@
 """One run as its folder tells it: recipe, environment, steps, and whether all of that is whole."""
 
 import json
-from collections.abc import Mapping
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from pith.checkpoint.shelf import Found, look
 from pith.config import Recipe
+from pith.errors import RequestError
+from pith.plan.mesh import Mesh
 from pith.report import Check
+from pith.run.folder import RunFolder
+from pith.run.metrics import read_events, read_steps
+from pith.train.start import shelf_of
+
+NUMBERS = ("lr", "loss", "z_loss", "balance_loss", "grad_norm")
+OF_EXPERTS = ("z_loss", "balance_loss", "expert_load")  # null where no layer has experts
+COUNTS = ("samples", "tokens", "tokens_per_second", "step_seconds", "memory_bytes")  # above 0
+CONFIG, ENVIRONMENT = "config.toml", "environment.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,12 +34,238 @@ class Run:
     environment: Mapping[str, Any]
     steps: tuple[dict[str, Any], ...]  # of metrics.jsonl, as written
     validations: Mapping[int, Any]  # loss by step
+    resumed: frozenset[int]  # steps after which another process went on
+    broken: str  # why metrics.jsonl could not be read whole; "" where it was
+    checkpoint: Found  # of the last step of the recipe, whatever is there
+
+    @property
+    def num_steps(self) -> int:
+        """How many steps the recipe asks for."""
+        return self.recipe.training.steps
+
+    @property
+    def by_step(self) -> dict[int, dict[str, Any]]:
+        """The steps by number; of several with one number the first."""
+        numbered = ((_number_of(step), step) for step in reversed(self.steps))
+        return {number: step for number, step in numbered if number is not None}
+
+    @property
+    def mesh(self) -> Mesh:
+        """The mesh it ran on; the smallest of its recipe where the world size is not known."""
+        world_size = self.environment.get("world_size")
+        try:
+            return self.recipe.mesh(world_size if _is_count(world_size) else None)
+        except RequestError:
+            return self.recipe.mesh()
 
     def checks(self) -> tuple[Check, ...]:
         """Whether the run is whole and all that it tells is finite."""
-        return ()
+        return (
+            self._check("environment", self._environment_faults(), "device, versions, world size"),
+            self._check("metrics", [self.broken] if self.broken else [], "every line whole"),
+            self._check("steps", [*self._step_faults()], f"1 to {self.num_steps}, each once"),
+            self._check("values", [*self._value_faults()], "everything there and finite"),
+            self._check("finished", [*self._end_faults()], f"a report after {self.num_steps}"),
+            self._check("checkpoint", self._checkpoint_faults(), "the last step, complete"),
+        )
+
+    def _check(self, name: str, faults: Sequence[str], wanted: str) -> Check:
+        """One check: the first faults, and how many more there are."""
+        more = f" and {len(faults) - 3} more" if len(faults) > 3 else ""
+        found = "; ".join(faults[:3]) + more if faults else wanted
+        return Check(f"{self.label} {name}", not faults, found, wanted, str(self.path))
+
+    def _environment_faults(self) -> list[str]:
+        told, faults = self.environment, []
+        texts = [key for key in ("device", "torch", "machine") if not _is_text(told.get(key))]
+        faults += [f"{key} is {_said(told, key)}" for key in texts]
+        if not _is_text(_variables(told).get("OMP_NUM_THREADS")) and not _is_count(
+            told.get("cpu_count")
+        ):
+            faults.append(f"cpu_count is {_said(told, 'cpu_count')}")
+        world_size = told.get("world_size")
+        if not _is_count(world_size) or self.mesh.world_size != world_size:
+            faults.append(f"world_size is {_said(told, 'world_size')}")
+        return faults
+
+    def _step_faults(self) -> Iterator[str]:
+        numbers = [_number_of(step) for step in self.steps]
+        for step, number in zip(self.steps, numbers, strict=True):
+            if number is None:
+                yield f"a step is numbered {_said(step, 'step')}"
+        known = [number for number in numbers if number is not None]
+        counted = Counter(known)
+        there = sorted(number for number in counted if 1 <= number <= self.num_steps)
+        for before, number in pairwise([0, *there]):
+            if number - before > 1:
+                last = f" to {number - 1}" if number - before > 2 else ""
+                yield f"step {before + 1}{last} is missing"
+        if not there:
+            yield "no step at all"
+        elif there[-1] < self.num_steps:
+            yield f"it ends after step {there[-1]}"
+        yield from (f"step {number} is there {n} times" for number, n in counted.items() if n > 1)
+        for number in counted.keys() - set(there):
+            yield f"step {number} is none of the run"
+        for before, number in pairwise(known):
+            if number < before:
+                yield f"step {number} comes after step {before}"
+
+    def _value_faults(self) -> Iterator[str]:
+        for step in self.steps:
+            for name in self._faulty_values(step):
+                yield f"step {step.get('step')}: {name} is {_said(step, name)}"
+        for number, loss in self.validations.items():
+            if finite_number(loss) is None:
+                yield f"step {number}: validation_loss is {_said({'': loss}, '')}"
+
+    def _faulty_values(self, step: Mapping[str, Any]) -> Iterator[str]:
+        """The quantities of a step that are missing or cannot be."""
+        moe_layers = self.moe_layers
+        for name in NUMBERS:
+            if name in OF_EXPERTS and not moe_layers and step.get(name) is None:
+                continue
+            if finite_number(step.get(name)) is None:
+                yield name
+        for name in COUNTS:
+            number = finite_number(step.get(name))
+            if number is None or number <= 0:
+                yield name
+        if not _is_text(step.get("sample_digest")):
+            yield "sample_digest"
+        load = expert_load(step.get("expert_load"))
+        num_experts = self.recipe.architecture.num_experts
+        widths = dict.fromkeys(moe_layers, num_experts)
+        if load is None or {layer: len(row) for layer, row in load.items()} != widths:
+            yield "expert_load"
+
+    @property
+    def moe_layers(self) -> set[str]:
+        """The layers that have experts, as metrics.jsonl names them."""
+        model = self.recipe.architecture
+        return {str(layer) for layer in range(model.num_layers) if model.is_moe(layer)}
+
+    def _end_faults(self) -> Iterator[str]:
+        report = RunFolder(self.path, id="").read_finished()
+        if report is None:
+            yield "no report: the run did not come to its end"
+        elif report["steps"] != self.num_steps:
+            yield f"a report after step {report['steps']}"
+        elif (told := report.get("validation_loss")) != (
+            last := self.validations.get(self.num_steps)
+        ):
+            yield f"the report tells of validation loss {told}, the metrics of {last}"
+
+    def _checkpoint_faults(self) -> list[str]:
+        return [str(fault) for fault in self.checkpoint.faults]
 
 
 def read_run(path: Path, *, label: str) -> Run:
-    """The run in the folder `path`. Raises RequestError where that is no run folder."""
-    raise NotImplementedError(json, path, label)
+    """The run in the folder `path`; `label` names it in reports.
+
+    Raises RequestError where `path` is no run folder: no config.toml, or none that loads. Whatever
+    else is wrong is what `checks` is for.
+    """
+    config, metrics = path / CONFIG, path / "metrics.jsonl"
+    if not _is_file(config):
+        raise RequestError(
+            "verify.no-run",
+            what="this is no run folder",
+            found=f"no {CONFIG}" if path.is_dir() else "no such folder",
+            wanted=f"a folder that pith train wrote, with its {CONFIG}",
+            where=str(path),
+            next_step="name a folder such as runs/tiny-moe",
+        )
+    recipe = Recipe.load(config)
+    broken, steps, validations, resumed = "", [], [], []
+    try:
+        steps = read_steps(metrics)
+        validations = read_events(metrics, "validation")
+        resumed = read_events(metrics, "resumed")
+        broken = _torn(metrics)
+    except RequestError as error:
+        broken = f"{error.where}: {error.found}"
+    except OSError as error:
+        broken = f"{metrics}: {error.strerror or error}"
+    shelf = shelf_of(recipe, RunFolder(path, id=""))
+    return Run(
+        label=label,
+        path=path,
+        recipe=recipe,
+        environment=_environment(path / ENVIRONMENT),
+        steps=tuple(steps),
+        validations={
+            int(e["step"]): e.get("validation_loss") for e in validations if e.get("step")
+        },
+        resumed=frozenset(int(e["step"]) for e in resumed if e.get("step") is not None),
+        broken=broken,
+        checkpoint=look(shelf.folder(recipe.training.steps)),
+    )
+
+
+def finite_number(value: object) -> float | None:
+    """`value` where it is a number that a float holds; None for anything else, booleans too."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    try:
+        number = float(value)
+    except OverflowError:
+        return None
+    return number if math.isfinite(number) else None
+
+
+def expert_load(value: object) -> dict[str, list[int]] | None:
+    """Pairs per expert by layer, where `value` is that; None for anything else."""
+    if not isinstance(value, Mapping):
+        return None
+    rows = {str(layer): row for layer, row in value.items()}
+    are_counts = (
+        isinstance(row, list) and all(type(n) is int and 0 <= n < 1 << 53 for n in row)
+        for row in rows.values()
+    )
+    return rows if all(are_counts) else None
+
+
+def _number_of(step: Mapping[str, Any]) -> int | None:
+    number = step.get("step")
+    return number if type(number) is int else None
+
+
+def _torn(metrics: Path) -> str:
+    """What is wrong with the end of the file: a last line that no process finished."""
+    if not metrics.exists():
+        return f"{metrics}: no such file"
+    content = metrics.read_bytes()
+    return "" if content.endswith(b"\n") else f"{metrics}: the last line is cut short"
+
+
+def _environment(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _variables(environment: Mapping[str, Any]) -> Mapping[str, Any]:
+    variables = environment.get("variables")
+    return variables if isinstance(variables, Mapping) else {}
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except (OSError, ValueError):
+        return False
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str) and value != ""
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and value >= 1
+
+
+def _said(values: Mapping[str, Any], key: str) -> str:
+    return f"{json.dumps(values[key]):.40}" if key in values else "missing"

@@ -1,0 +1,60 @@
+"""`pith compare`: whether two runs are the same run, as far as their precision and order can say.
+
+JSON data: first_difference {step, quantity, a, b, relative} (the earliest beyond the tolerance),
+first_unequal (the earliest of other bits), max_relative {loss, grad_norm, ...}, steps_compared,
+speed_ratio and memory_ratio (B by A), tolerance, why, weights, recipe_differences, runs, html.
+"""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from pith.cli.output import check_out, conclude, failure_to, write_whole
+from pith.report import Report
+
+VERB = "compare"
+
+
+def compare_command(
+    run_a: Annotated[Path, typer.Argument(metavar="RUN_A", help="The run folder to compare to.")],
+    run_b: Annotated[Path, typer.Argument(metavar="RUN_B", help="The run folder in question.")],
+    *,
+    reordered: Annotated[
+        bool, typer.Option("--reordered", help="A change alters the order of sums.")
+    ] = False,
+    no_weights: Annotated[
+        bool, typer.Option("--no-weights", help="Leave the final tensors out.")
+    ] = False,
+    min_speed: Annotated[
+        float | None, typer.Option(min=0, help="The least tokens per second of B by those of A.")
+    ] = None,
+    max_memory: Annotated[
+        float | None, typer.Option(min=0, help="The most peak memory of B by that of A.")
+    ] = None,
+    html: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write a page with the curves to this file.")
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write the same JSON to this file.")
+    ] = None,
+) -> None:
+    """Compare two runs step by step; exit 1 where they differ, or where either is not whole."""
+    check_out(out)
+    check_out(html)
+    with failure_to(out, verb=VERB):
+        # These load torch, which other commands do without.
+        from pith.verify import telling  # noqa: PLC0415
+        from pith.verify.compare import compare, cost_checks  # noqa: PLC0415
+        from pith.verify.record import read_run  # noqa: PLC0415
+
+        first, second = read_run(run_a, label="A"), read_run(run_b, label="B")
+        found = compare(first, second, reordered=reordered, weights=not no_weights)
+        bounds = cost_checks(found, min_speed=min_speed, max_memory=max_memory)
+        checks = (*found.checks, *bounds)
+        if html is not None:
+            write_whole(html, text=telling.html(found, checks))
+        data = {**found.data, "html": str(html) if html else None}
+        text = telling.text(found)
+    conclude(Report.of_checks(VERB, checks, data=data), json=json, out=out, text=text)
