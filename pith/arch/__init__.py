@@ -8,7 +8,7 @@ from pith.arch.fields import FieldReader, refuse
 from pith.arch.qwen3 import Qwen3
 from pith.errors import Fault
 
-SUPPORTED = qwen3.MODEL_TYPES
+SUPPORTED = (*qwen3.MODEL_TYPES,)
 
 Architecture = Qwen3
 
@@ -24,6 +24,7 @@ def from_config(config: Mapping[str, Any]) -> Architecture:
 def examine(config: Mapping[str, Any]) -> tuple[Architecture | None, tuple[Fault, ...]]:
     """The architecture and its faults; faulty fields hold stand-ins. None: an unknown family."""
     fields = FieldReader(config)
+    arch: Architecture
     match fields.get("model_type"):
         case "qwen3_moe" | "qwen3":
             arch = Qwen3.examine(fields)

@@ -5,7 +5,7 @@ from typing import Any
 from pith.arch.fields import FieldReader
 
 MAX_EXPERTS = 65536
-COUNTS = ("num_experts", "num_local_experts")
+COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
 def read_experts(fields: FieldReader, *, width: str) -> dict[str, Any]:

@@ -5,6 +5,7 @@ The one place that knows models and engine at once.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -129,16 +130,11 @@ def build_stage(
     dtype: torch.dtype,
 ) -> Stage:
     """One stage of a family, empty, on the meta device. The match to extend with a family."""
+    place: dict[str, Any] = {"is_first": is_first, "is_last": is_last}
+    made_of: dict[str, Any] = {"parts": parts, "dtype": dtype}
     match architecture:
         case Qwen3():
-            return Qwen3Stage(
-                architecture,
-                layers,
-                is_first=is_first,
-                is_last=is_last,
-                parts=parts,
-                dtype=dtype,
-            )
+            return Qwen3Stage(architecture, layers, **place, **made_of)
 
 
 def _parts(
