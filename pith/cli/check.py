@@ -1,17 +1,22 @@
 """`pith check`: operators, recipes and the repository against what they must be."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
 from pathlib import Path
-from typing import Annotated, Any
+from types import MappingProxyType
+from typing import Annotated, Any, Literal
 
 import typer
 
 from pith.cli.dry_run import dry_run
 from pith.cli.output import check_out, conclude, failure_to
 from pith.config import shipped
+from pith.errors import Fault, RequestError
+from pith.ops import operator_names
 from pith.report import Check, Report
 
 Json = Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")]
+DeviceChoice = Literal["auto", "cpu", "cuda"]
 Out = Annotated[Path | None, typer.Option("--out", help="Write the same JSON to this file.")]
 
 
@@ -19,6 +24,7 @@ def check_app() -> typer.Typer:
     """The commands under `pith check`."""
     app = typer.Typer(help="Checks: operators, models, recipes, the rules of the repository.")
     app.command("model")(model_command)
+    app.command("ops")(ops_command)
     app.command("recipe")(recipe_command)
     app.command("repository")(repository_command)
     return app
@@ -47,6 +53,53 @@ def model_command(
 
         checks = [*check_model(names)]
     _conclude("check model", checks, json=json, out=out)
+
+
+def ops_command(
+    names: Annotated[
+        list[str] | None, typer.Argument(metavar="[NAME]...", help="Operators; all without.")
+    ] = None,
+    *,
+    device: Annotated[
+        DeviceChoice, typer.Option(help="Where they compute: a GPU where there is one, or which.")
+    ] = "auto",
+    json: Json = False,
+    out: Out = None,
+) -> None:
+    """Check every implementation of operators against a definition in float64."""
+    check_out(out)
+    with failure_to(out, verb="check ops"):
+        chosen = _operators(names or ())
+
+        from pith.launch import devices  # noqa: PLC0415  torch only to check
+        from pith.verify.operators.check import check_operator, not_served  # noqa: PLC0415
+
+        place, _ = devices.choose(device, backend="auto", num_ranks=1)
+        checks = [check for name in chosen for check in check_operator(name, device=place)]
+        unserved = [subject for name in chosen for subject in not_served(name, device=place)]
+    text = f"not served: {', '.join(unserved)}" if unserved else ""
+    data = {"device": place, "not_served": unserved}
+    _conclude("check ops", checks, data=data, text=text, json=json, out=out)
+
+
+def _operators(names: Sequence[str]) -> Sequence[str]:
+    """The operators of these names, all without; RequestError with every unknown one."""
+    known = operator_names()
+    faults = tuple(
+        Fault(
+            "operators", repr(name), "an operator", tuple(get_close_matches(name, known)) or known
+        )
+        for name in names
+        if name not in known
+    )
+    if faults:
+        raise RequestError(
+            "operators.unknown",
+            what="no such operator",
+            next_step="name operators of the list, or none for all",
+            faults=faults,
+        )
+    return names or known
 
 
 def recipe_command(
@@ -105,9 +158,17 @@ def refusal(program: Any, words: Sequence[str]) -> str:
     return ""
 
 
-def _conclude(verb: str, checks: list[Check], *, json: bool, out: Path | None) -> None:
-    """Answer with `checks`, those that failed first."""
+def _conclude(
+    verb: str,
+    checks: Sequence[Check],
+    *,
+    json: bool,
+    out: Path | None,
+    data: Mapping[str, Any] = MappingProxyType({}),
+    text: str = "",
+) -> None:
+    """Answer with `checks`, those that failed first, below a line of how many held and `text`."""
     ordered = sorted(checks, key=lambda check: check.ok)
     held = sum(check.ok for check in checks)
-    text = f"{held} of {len(checks)} checks held"
-    conclude(Report.of_checks(verb, ordered, data={}), json=json, out=out, text=text)
+    text = "\n".join(filter(None, (f"{held} of {len(checks)} checks held", text)))
+    conclude(Report.of_checks(verb, ordered, data=data), json=json, out=out, text=text)

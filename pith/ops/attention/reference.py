@@ -16,6 +16,6 @@ def attention(q_BSHd: Tensor, k_BSGd: Tensor, v_BSGd: Tensor, *, scale: float) -
     k = widen(k_BSGd).transpose(1, 2).repeat_interleave(repeats, dim=1)
     v = widen(v_BSGd).transpose(1, 2).repeat_interleave(repeats, dim=1)
     scores_BHSS = q @ k.transpose(-1, -2) * scale
-    future_SS = torch.ones_like(scores_BHSS[0, 0], dtype=torch.bool).triu(1)
+    future_SS = scores_BHSS.new_ones(scores_BHSS.shape[-2:], dtype=torch.bool).triu(1)
     probs_BHSS = scores_BHSS.masked_fill(future_SS, float("-inf")).softmax(dim=-1)
     return (probs_BHSS @ v).transpose(1, 2).to(q_BSHd.dtype)

@@ -8,12 +8,11 @@ from pith.ops.sink import GradSink
 
 
 def embedding(ids: Tensor, weight_VD: Tensor, *, sink: GradSink | None = None) -> Tensor:
-    """ids [...] int64 -> rows [..., D]. The weight gradient goes to `sink` if there is one."""
-    return (
-        functional.embedding(ids, weight_VD)
-        if sink is None
-        else multiply(ids, weight_VD, _PRODUCT, sink=sink)
-    )
+    """ids [...] int64 -> rows [..., D]. The weight gradient goes to `sink` if there is one.
+
+    It sums in float32 or wider, with and without a sink.
+    """
+    return multiply(ids, weight_VD, _PRODUCT, sink=sink)
 
 
 def input_grad(dy: Tensor, weight_VD: Tensor) -> Tensor:
