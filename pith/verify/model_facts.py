@@ -41,13 +41,15 @@ def check_facts(subject: Subject) -> Iterator[Check]:
 def check_constants(subject: Subject) -> Iterator[Check]:
     """Norms and biases begin as in transformers."""
     fresh = transformers_model.initial(subject.config)
-    specs = [s for s in subject.architecture.parameters() if s.role in (Role.NORM, Role.BIAS)]
-    faults = [
-        f"{spec.name} is {spec.fill:g}"
-        for spec in specs
-        for name in subject.architecture.hf_name(spec.name)
-        if spec.std or name not in fresh or not torch.all(fresh[name] == spec.fill)
-    ]
+    architecture = subject.architecture
+    specs = [s for s in architecture.parameters() if s.role in (Role.NORM, Role.BIAS)]
+
+    def holds(spec: ParameterSpec) -> bool:
+        values = [fresh[name] for name in architecture.hf_name(spec.name) if name in fresh]
+        same = all(bool(torch.all(value == spec.fill)) for value in values)
+        return bool(values) and same and spec.std == 0
+
+    faults = [f"{spec.name} is {spec.fill:g}" for spec in specs if not holds(spec)]
     yield subject.check(
         "first values of norms and biases",
         not faults,

@@ -56,10 +56,13 @@ def source_of(value: object) -> str:
 
 
 def distance(found: Tensor, wanted: Tensor) -> float:
-    """||found - wanted|| / ||wanted||; from zero anything else is infinitely far, so is what is not finite."""
+    """||found - wanted|| / ||wanted||.
+
+    Infinite where a shape differs, a value is not finite, or only `wanted` is zero.
+    """
     if found.shape != wanted.shape:
         return inf
-    error, size = torch.dist(found, wanted).item(), wanted.norm().item()
+    error, size = float(torch.dist(found.double(), wanted.double())), float(wanted.double().norm())
     if not isfinite(error) or not isfinite(size):
         return inf
     if size == 0:

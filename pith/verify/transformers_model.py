@@ -52,7 +52,7 @@ class Outcome:
     loss: Tensor  # the sum over counted labels
     grads: Tensors  # transformers': by checkpoint name
     states: Tensors  # what to compare on the way, in the order of the data flow
-    flops: int  # of all matrix products, forward and backward
+    flops: int | None  # of all matrix products, forward and backward; None: not counted
 
 
 def require(model_type: str) -> ModuleType:
@@ -94,14 +94,20 @@ def initial(config: Mapping[str, Any]) -> Tensors:
 
 
 def run(
-    config: Mapping[str, Any], weights: Tensors, tokens_BS: Tensor, labels_BS: Tensor
+    config: Mapping[str, Any],
+    weights: Tensors,
+    tokens_BS: Tensor,
+    labels_BS: Tensor,
+    *,
+    counts_flops: bool,
 ) -> Outcome:
     """Forward and backward of the model of `config` with `weights` (by checkpoint name)."""
     dtype = next(iter(weights.values())).dtype
     with _quiet(config), Float64Oracle() if dtype is torch.float64 else nullcontext():
         model = _load(config, weights, dtype)
         states = _watch(model)
-        with FlopCounterMode(display=False) as counter:
+        counter = FlopCounterMode(display=False) if counts_flops else None
+        with counter or nullcontext():
             logits_BSV = model(tokens_BS, use_cache=False).logits
             loss = cross_entropy(logits_BSV.flatten(0, 1), labels_BS.flatten(), reduction="sum")
             loss.backward()  # type: ignore[no-untyped-call]
@@ -110,7 +116,8 @@ def run(
             for name, p in model.named_parameters()
         }
         saved = _as_saved(model, grads)
-    return Outcome(logits_BSV.detach(), loss.detach(), saved, states, _count(counter))
+    flops = None if counter is None else _count(counter)
+    return Outcome(logits_BSV.detach(), loss.detach(), saved, states, flops)
 
 
 def _fresh(config: Mapping[str, Any]) -> Any:
