@@ -6,7 +6,7 @@ rest of the file is still read and all faults are named in one go.
 
 from collections.abc import Mapping
 from math import isqrt
-from typing import Any
+from typing import Any, TypeGuard
 
 from pith.errors import Fault, RequestError
 
@@ -105,7 +105,7 @@ def nearest_divisors(number: int, *, near: int) -> tuple[str, ...]:
     return tuple(str(d) for d in sorted({*below, *above}))
 
 
-def is_positive(value: Any) -> bool:
+def is_positive(value: Any) -> TypeGuard[float]:
     """Whether `value` is a finite number above zero (true and false are no numbers)."""
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < 1e300
 
