@@ -11,6 +11,7 @@ import typer.main
 
 import pith
 from pith.cli import output
+from pith.cli.add_model import add_model_command
 from pith.cli.check import check_app
 from pith.cli.checkpoint import checkpoint_app
 from pith.cli.compare import compare_command
@@ -18,6 +19,7 @@ from pith.cli.recipe import recipe_app
 from pith.cli.schedule import schedule_app
 from pith.cli.tokenize import tokenize_command
 from pith.cli.train import train_command
+from pith.cli.validate import validate_command
 from pith.errors import PithError, RequestError, StoppedError
 from pith.launch import environment
 from pith.report import Report
@@ -88,8 +90,10 @@ def build() -> typer.Typer:
     )
     app.callback()(_options)
     app.command("train")(train_command)
+    app.command("validate")(validate_command)
     app.command("tokenize")(tokenize_command)
     app.command("compare")(compare_command)
+    app.command("add-model")(add_model_command)
     app.add_typer(recipe_app(), name="recipe")
     app.add_typer(checkpoint_app(), name="checkpoint")
     app.add_typer(schedule_app(), name="schedule")

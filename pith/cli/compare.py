@@ -11,34 +11,35 @@ from typing import Annotated
 import typer
 
 from pith.cli.output import check_out, conclude, failure_to, write_whole
+from pith.cli.recipe import Json, Out
 from pith.report import Report
 
 VERB = "compare"
+Reordered = Annotated[bool, typer.Option("--reordered", help="A change alters the order of sums.")]
+MinSpeed = Annotated[
+    float | None, typer.Option(min=0, help="The least tokens per second of B by those of A.")
+]
+MaxMemory = Annotated[
+    float | None, typer.Option(min=0, help="The most peak memory of B by that of A.")
+]
+Html = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="Write a page with the curves to this file.")
+]
 
 
 def compare_command(
     run_a: Annotated[Path, typer.Argument(metavar="RUN_A", help="The run folder to compare to.")],
     run_b: Annotated[Path, typer.Argument(metavar="RUN_B", help="The run folder in question.")],
     *,
-    reordered: Annotated[
-        bool, typer.Option("--reordered", help="A change alters the order of sums.")
-    ] = False,
+    reordered: Reordered = False,
     no_weights: Annotated[
         bool, typer.Option("--no-weights", help="Leave the final tensors out.")
     ] = False,
-    min_speed: Annotated[
-        float | None, typer.Option(min=0, help="The least tokens per second of B by those of A.")
-    ] = None,
-    max_memory: Annotated[
-        float | None, typer.Option(min=0, help="The most peak memory of B by that of A.")
-    ] = None,
-    html: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write a page with the curves to this file.")
-    ] = None,
-    json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
-    out: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write the same JSON to this file.")
-    ] = None,
+    min_speed: MinSpeed = None,
+    max_memory: MaxMemory = None,
+    html: Html = None,
+    json: Json = False,
+    out: Out = None,
 ) -> None:
     """Compare two runs step by step; exit 1 where they differ, or where either is not whole."""
     check_out(out)

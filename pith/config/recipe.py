@@ -153,10 +153,14 @@ class Recipe(Section):
         wanted = "1: this version does not cut sequences"
         return (Fault("parallel.cp", str(cp), wanted, ("1",)),) if cp > 1 else ()
 
-    def to_toml(self) -> str:
-        """The resolved recipe; `Recipe.load` of it gives an equal value."""
-        tables = self.model_dump(mode="json", exclude_none=True)
-        tables["training"].setdefault("clip", "none")  # absent means its default
+    def to_toml(self, *, explicit: bool = False) -> str:
+        """The resolved recipe; `Recipe.load` of it gives an equal value.
+
+        With `explicit` only what is no default, which another version may set otherwise.
+        """
+        tables = self.model_dump(mode="json", exclude_none=True, exclude_defaults=explicit)
+        if self.training.clip is None:
+            tables["training"]["clip"] = "none"  # absent means its default
         return tomli_w.dumps(tables)
 
     def digest(self) -> str:
