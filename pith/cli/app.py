@@ -12,7 +12,6 @@ import typer.main
 import pith
 from pith.cli import output
 from pith.cli.add_model import add_model_command
-from pith.cli.add_model import add_model_command
 from pith.cli.check import check_app
 from pith.cli.checkpoint import checkpoint_app
 from pith.cli.compare import compare_command
@@ -94,7 +93,6 @@ def build() -> typer.Typer:
     app.command("validate")(validate_command)
     app.command("tokenize")(tokenize_command)
     app.command("compare")(compare_command)
-    app.command("add-model")(add_model_command)
     app.command("add-model")(add_model_command)
     app.add_typer(recipe_app(), name="recipe")
     app.add_typer(checkpoint_app(), name="checkpoint")
