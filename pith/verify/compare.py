@@ -167,8 +167,8 @@ def _quantity_check(name: str, own: Sequence[Difference], tolerance: Tolerance) 
         more = f", and {len(beyond) - 1} more steps" if len(beyond) > 1 else ""
         return Check(name, False, f"{beyond[0]}{more}", wanted, f"step {beyond[0].step}")
     worst = max(own, key=lambda d: d.relative)
-    found = f"at most {worst.relative:.1e}, step {worst.step}" if worst.relative else "equal"
-    return Check(name, True, f"{found}; steps {own[0].step} to {own[-1].step}", wanted)
+    found = f"at most {worst.relative:.1e} (step {worst.step})" if worst.relative else "equal"
+    return Check(name, True, f"{found} in {len(own)} steps", wanted)
 
 
 def _mean_loss_check(differences: Sequence[Difference], tolerance: Tolerance) -> Check:

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pith.verify.record import Run, expert_load, finite_number
+from pith.verify.record import OF_EXPERTS, Run, expert_load, finite_number
 from pith.verify.tolerance import Tolerance
 
 # What a step tells, in causal order.
@@ -85,17 +85,16 @@ def validation_differences(a: Run, b: Run) -> Iterator[Difference]:
     """The held-out loss of each step that either run validated after."""
     for number in sorted(a.validations.keys() | b.validations.keys()):
         mine, its = a.validations.get(number), b.validations.get(number)
-        figure = math.inf if mine is None else apart(VALIDATION, mine, its)
-        yield Difference(number, VALIDATION, mine, its, figure)
+        yield Difference(number, VALIDATION, mine, its, apart(VALIDATION, mine, its))
 
 
 def apart(quantity: str, a: object, b: object) -> float:
     """The relative difference of two values as metrics.jsonl tells them; infinite if one is none.
 
-    Null on both sides is equal here: whether it may be null is what the checks of a run say.
+    Null on both sides is equal for what a model without experts does not have.
     """
     if a is None and b is None:
-        return 0.0
+        return 0.0 if quantity in OF_EXPERTS else math.inf
     if quantity == "expert_load":
         return moved_share(expert_load(a), expert_load(b))
     if quantity == "sample_digest":

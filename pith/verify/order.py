@@ -1,6 +1,6 @@
 """Whether two runs added every sum in one order, in which case a CPU gives them equal bits."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from pith.verify.record import Run
 
@@ -50,14 +50,16 @@ def _facts(run: Run) -> dict[str, object]:
     }
 
 
-def _layers(run: Run) -> list[list[int]]:
-    """The layers that each pipeline rank holds."""
-    recipe, world_size = run.recipe, run.mesh.world_size
+def _layers(run: Run) -> str:
+    """The layers that each pipeline rank holds, as ranges: "0-1,6-7 | 2-5"."""
+    recipe = run.recipe
     if recipe.parallel.pp == 1:
-        return [list(range(recipe.architecture.num_layers))]
-    pipeline = recipe.pipeline(world_size)
-    place = pipeline.table.placement
-    return [
-        [layer for stage in place.stages(rank) for layer in pipeline.split[stage]]
-        for rank in range(place.pp)
-    ]
+        return _ranges([range(recipe.architecture.num_layers)])
+    pipeline = recipe.pipeline(run.mesh.world_size)
+    place, split = pipeline.table.placement, pipeline.split
+    ranks = ([split[stage] for stage in place.stages(rank)] for rank in range(place.pp))
+    return " | ".join(map(_ranges, ranks))
+
+
+def _ranges(stages: Iterable[range]) -> str:
+    return ",".join(f"{stage[0]}-{stage[-1]}" for stage in stages if stage) or "none"

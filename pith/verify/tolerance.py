@@ -24,8 +24,12 @@ MEAN_STEPS = 20
 PRECISIONS = ("float64", "float32", "bfloat16", "float8")  # from the highest to the lowest
 
 EQUAL_BITS = Tolerance("same order on a CPU: equal bits", 0, 0, 0, 0, 0)
-FLOAT64 = Tolerance("float64, other order", 1e-12, 1e-10, 1e-12, 0, 1e-11)
-FLOAT32 = Tolerance("float32, other order", 1e-5, 1e-3, 2e-3, 0.03, 1e-2)
+# At least 40 times what 20 steps on other layouts were measured to differ by; no tie is near.
+FLOAT64 = Tolerance("float64, other order", 1e-12, 1e-11, 1e-12, 0, 1e-12)
+# Rounding alone stays a hundredfold below. The room is for a few pairs whose top-k is a near tie:
+# one of them moves a gradient norm by 1e-4.
+FLOAT32 = Tolerance("float32, other order", 1e-5, 2e-4, 1e-4, 0.01, 2e-3)
+# Near ties are common: which expert a token goes to, and so each weight, is no stable figure.
 BFLOAT16 = Tolerance("bfloat16", 5e-3, 0.05, 0.05, None, None)
 FLOAT8 = Tolerance("float8", 0.01, None, None, None, None, mean_loss=True)
 TABLE = (EQUAL_BITS, FLOAT64, FLOAT32, BFLOAT16, FLOAT8)
