@@ -43,8 +43,11 @@ class Layout:
 
     def __str__(self) -> str:
         values = [(field.name, getattr(self, field.name)) for field in fields(self)]
-        told = [f"{name}={value}" for name, value in values if value not in (None, 1)]
-        told += [f"{name}=1" for name, value in values if value == 1 and name not in AXES]
+        told = [
+            f"{name}={value}"
+            for name, value in values
+            if value is not None and (name not in AXES or value > 1)
+        ]
         return ",".join(told) or "pp=1"
 
     def recipe(self, base: Recipe, *, global_batch_size: int | None = None) -> Recipe:

@@ -89,18 +89,17 @@ def run_rank(plan: Plan, job: Job, stop: StopRequest) -> dict[str, Any]:
     patience = timedelta(seconds=job.timeout_s)
     world = World.joined(device, backend=job.backend, timeout=patience)
     recipe = Recipe.parse(job.recipe_toml, world_size=world.size)
-    with trainer_of(recipe, world) as trainer:
+    with closing(Trainer(recipe, world, build(recipe, world, headers=True))) as trainer:
         found = take_steps(trainer, plan.batches, probed=plan.probed)
     _path(plan.folder, world.rank).write_bytes(pickle.dumps(found))
     return {}
 
 
 @contextmanager
-def trainer_of(recipe: Recipe, world: World) -> Iterator[Trainer]:
-    """A trainer for as long as it is needed; its groups are closed at the end."""
-    trainer = Trainer(recipe, world, build(recipe, world, headers=True))
+def closing(trainer: Trainer) -> Iterator[Trainer]:
+    """`trainer` for as long as it is needed; its groups are closed at the end."""
     yield trainer
-    world.barrier()
+    trainer.world.barrier()
     trainer.model.close()
 
 

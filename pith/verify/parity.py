@@ -46,7 +46,7 @@ NUM_STEPS = 2
 # The first step starts from the same bits. The second one starts from weights that AdamW has made
 # of gradients, which lends small ones, and so their rounding, the size of large ones.
 TOLERANCES = (1e-10, 1e-8)
-WEIGHT_TOLERANCES = (1e-8, 1e-7)  # of how far a weight has moved
+WEIGHT_TOLERANCES = (1e-9, 1e-8)  # of how far a weight has moved
 BITES = 0.5  # of the norm of the first step, so that clipping does something
 # What forward and backward find, before the optimizer.
 PASSES = frozenset(
@@ -400,10 +400,10 @@ class _Case:
         }
 
 
-def _agreed(rank: RankSteps, index: int) -> tuple[object, ...]:
-    """What every rank says of a step."""
+def _agreed(rank: RankSteps, index: int) -> str:
+    """What every rank says of a step, as text: one NaN is as good as another."""
     r = rank.results[index]
-    return (r.loss, r.balance_loss, r.z_loss, r.grad_norm, r.lr, r.num_counted, r.load_LE)
+    return repr((r.loss, r.balance_loss, r.z_loss, r.grad_norm, r.lr, r.num_counted, r.load_LE))
 
 
 def _exact(quantity: str, step: int, same: bool, text: str) -> _Finding:

@@ -48,9 +48,14 @@ def joined(shares: Sequence[Share]) -> dict[str, Tensor]:
             if not len(tensor):
                 continue
             copy = whole[name][held.first[name] :][: len(tensor)] if name in whole else None
-            if copy is None or not torch.equal(copy, tensor):
+            if copy is None or not _same(copy, tensor):
                 raise _torn(name, f"copies that differ, one of them on rank {rank}", "equal bits")
     return whole
+
+
+def _same(copy: Tensor, tensor: Tensor) -> bool:
+    """Whether all bits are equal, one NaN being as good as another."""
+    return bool(((copy == tensor) | (copy.isnan() & tensor.isnan())).all())
 
 
 def _stacked(name: str, pieces: Mapping[int, Tensor]) -> Tensor:

@@ -7,21 +7,21 @@ from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 from pith.comm.world import World
 from pith.config import Recipe
 from pith.data.loader import Batch
 from pith.engine.clock import HostClock
-from pith.ops.cross_entropy import NOT_COUNTED
 from pith.schedule.table import slot_text
 from pith.train.build import build
 from pith.train.routing import StepRouting
 from pith.train.step import StepResult, Trainer
-from tests.train.one_piece import Weights, Whole
+from pith.verify import one_piece
+from pith.verify.layout_run import closing, keep_gradients
+from pith.verify.one_piece import Weights, Whole
+from pith.verify.share import Share, joined, share
 
 CPU = torch.device("cpu")
 PATIENCE = timedelta(seconds=60)
@@ -84,23 +84,7 @@ def recipe(
 
 def random_batch(num_sequences: int, *, seed: int = 0) -> Batch:
     """Labels masked unevenly: all of the first micro-batch, then ever fewer."""
-    draw = np.random.default_rng(seed)
-    tokens_NS = draw.integers(0, 260, (num_sequences, 8))
-    labels_NS = draw.integers(0, 260, (num_sequences, 8))
-    for row in range(2, num_sequences):
-        labels_NS[row, : max(0, 7 - row)] = NOT_COUNTED
-    if num_sequences > 2:
-        labels_NS[:2] = NOT_COUNTED
-    return Batch(tokens_NS, labels_NS, np.arange(num_sequences))
-
-
-@dataclass
-class Share:
-    """What one rank holds of tensors of the whole model: rows of the first axis, from `first`."""
-
-    tensors: Weights
-    first: Mapping[str, int]
-    counted: frozenset[str]
+    return one_piece.random_batch(num_sequences, length=8, vocab_size=260, seed=seed)
 
 
 @dataclass
@@ -134,10 +118,8 @@ def trainer_of(
     recipe: Recipe, *, routing: StepRouting | None = None, sgd: bool = False
 ) -> Iterator[Trainer]:
     """The same for as long as it is needed; its groups are closed at the end."""
-    trainer = new_trainer(recipe, routing=routing, sgd=sgd)
-    yield trainer
-    trainer.world.barrier()
-    trainer.model.close()
+    with closing(new_trainer(recipe, routing=routing, sgd=sgd)) as trainer:
+        yield trainer
 
 
 def steps(
@@ -149,7 +131,8 @@ def steps(
 ) -> Outcome:
     """This rank's share of a step on each of the global `batches`."""
     with trainer_of(recipe, routing=routing, sgd=sgd) as trainer:
-        kept = keep_gradients(trainer)
+        parameters = trainer.model.parameters
+        kept = keep_gradients(parameters)
         results = []
         for index, batch in enumerate(batches):
             start = time.perf_counter()
@@ -158,7 +141,7 @@ def steps(
             row = trainer.model.table.rows[trainer.model.mesh.coordinates(trainer.world.rank).pp]
             executed = tuple(slot_text(slot) for slot in row)
             assert results[-1].slots == executed, "executed order and table differ"
-        return Outcome(results, share(trainer, kept), weights_of(trainer), routing)
+        return Outcome(results, share(parameters, kept), weights_of(trainer), routing)
 
 
 def assert_timed(result: StepResult, *, within: float) -> None:
@@ -170,49 +153,9 @@ def assert_timed(result: StepResult, *, within: float) -> None:
     assert 0 < times[0] < times[-1] < within, (times[0], times[-1], within)
 
 
-def keep_gradients(trainer: Trainer) -> Weights:
-    """A mapping that will hold the gradients of the latest step, as they were reduced."""
-    parameters, kept = trainer.model.parameters, {}
-    reduce = parameters.reduce
-
-    def keep(*, scale: float) -> Mapping[str, Tensor]:
-        grads = reduce(scale=scale)
-        kept.update({name: grad.clone() for name, grad in grads.items()})
-        return grads
-
-    parameters.reduce = keep
-    return kept
-
-
 def weights_of(trainer: Trainer) -> Share:
-    masters = trainer.model.parameters.masters
-    return share(trainer, {name: master.clone() for name, master in masters.items()})
-
-
-def share(trainer: Trainer, tensors: Weights) -> Share:
     parameters = trainer.model.parameters
-    return Share(tensors, dict(parameters.first_rows), parameters.counted)
-
-
-def joined(shares: Sequence[Share]) -> Weights:
-    """The whole tensors. Each row is counted by one rank; copies on others have the same bits."""
-    rows: dict[str, dict[int, Tensor]] = {}
-    for held in shares:
-        for name in held.counted:
-            tensor, first = held.tensors[name], held.first[name]
-            if len(tensor):
-                assert first not in rows.setdefault(name, {}), f"{name}: row {first} counted twice"
-                rows[name][first] = tensor
-    whole = {}
-    for name, pieces in rows.items():
-        whole[name] = torch.cat([pieces[first] for first in sorted(pieces)])
-        starts = np.cumsum([0, *(len(pieces[first]) for first in sorted(pieces))])
-        assert sorted(pieces) == starts[:-1].tolist(), f"{name}: rows are missing or overlap"
-    for held in shares:
-        for name, tensor in held.tensors.items():
-            copy = whole[name][held.first[name] :][: len(tensor)]
-            assert torch.equal(copy, tensor), f"copies of {name} differ"
-    return whole
+    return share(parameters, parameters.masters)
 
 
 def assert_near(found: Weights, wanted: Weights, *, tolerance: float, label: str) -> None:
@@ -231,13 +174,12 @@ def assert_same_step(
 
     In float64; the promise is 1e-6 for the loss and 1e-5 for gradients, and far more is held.
     """
-    norm = torch.cat([grad.flatten() for grad in whole.grads.values()]).norm()
     for outcome in outcomes:
         result = outcome.result
         assert result.loss == pytest.approx(whole.loss, rel=1e-10, abs=0), label
         assert result.balance_loss == pytest.approx(whole.balance, rel=1e-10), label
         assert result.z_loss == pytest.approx(whole.z, rel=1e-10), label
-        assert result.grad_norm == pytest.approx(float(norm), rel=1e-10), label
+        assert result.grad_norm == pytest.approx(whole.norm, rel=1e-10), label
         assert result.grad_norm == outcomes[0].result.grad_norm, f"{label}: ranks disagree"
         assert [list(row) for row in result.load_LE] == whole.load_LE, label
     grads = joined([outcome.grads for outcome in outcomes])

@@ -11,12 +11,12 @@ from torch import Tensor
 from pith.config import Recipe
 from pith.schedule.build import SCHEDULES
 from pith.train.routing import Recorder, Replay
-from tests.train.one_piece import Weights, Whole, initial, optimizer_step, whole_batch
+from pith.verify.one_piece import Descent, Weights, Whole, clipped, initial, whole_batch
+from pith.verify.share import joined
 from tests.train.parity import (
     Outcome,
     assert_near,
     assert_same_step,
-    joined,
     random_batch,
     recipe,
     steps,
@@ -103,8 +103,12 @@ def one_step_each(ranks: int) -> dict[str, tuple[Outcome, Outcome]]:
 
 def moves(grads: Weights, *, sgd: bool) -> Weights:
     """How far a step of torch's optimizer on these gradients of the whole moves the weights."""
-    start = initial(case(LAYOUTS["pp 1"]))
-    after = optimizer_step(start, grads, sgd=sgd)
+    single = case(LAYOUTS["pp 1"])
+    lr, start = single.optimizer.lr, initial(single)
+    given = clipped(grads, single.training.clip)
+    if sgd:
+        return {name: -lr * grad for name, grad in given.items()}
+    after = Descent(single, start).step(given, lr=lr)
     return {name: after[name] - start[name] for name in start}
 
 
@@ -112,6 +116,7 @@ def moves(grads: Weights, *, sgd: bool) -> Weights:
 def test_every_layout_computes_the_step_of_one_process(run_ranks: Any, ranks: int) -> None:
     outcomes = run_ranks(ranks, one_step_each, ranks)
     start = initial(case(LAYOUTS["pp 1"]))
+    assert reference().norm > 0.5, "clipping should bite"
     for name in of_size(ranks):
         for number, optimizer in enumerate(("sgd", "adamw")):
             label = f"{name}, {optimizer}"

@@ -7,8 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.train.one_piece import initial, optimizer_step, whole_batch
-from tests.train.parity import Outcome, assert_same_step, joined, random_batch, steps
+from pith.verify.one_piece import Descent, clipped, initial, whole_batch
+from pith.verify.share import joined
+from tests.train.parity import Outcome, assert_same_step, random_batch, steps
 from tests.train.test_parity import case
 
 # Which experts the tokens go to in turn, of four; on two ranks each rank holds two of them.
@@ -72,7 +73,9 @@ def test_overfull_and_empty_experts_train_as_in_one_process(run_ranks: Any, rank
     for extreme, pattern in EXTREMES.items():
         routing = Forced(pattern).at(slice(0, 16))
         first = whole_batch(case(LAYOUTS["ep 2"]), start, BATCHES[0], routing=routing)
-        second_weights = optimizer_step(start, first.grads)
+        second_weights = Descent(case(LAYOUTS["ep 2"]), start).step(
+            clipped(first.grads, 0.5), lr=0.01
+        )
         second = whole_batch(case(LAYOUTS["ep 2"]), second_weights, BATCHES[1], routing=routing)
         wholes[extreme] = first, second
     for name, extreme in outcomes[0]:

@@ -7,7 +7,7 @@ import torch
 
 from pith.config import Recipe
 from pith.schedule.build import SCHEDULES
-from tests.train.one_piece import initial, whole_batch
+from pith.verify.one_piece import initial, whole_batch
 from tests.train.parity import Outcome, assert_same_step, random_batch, recipe, steps
 
 

@@ -25,11 +25,11 @@ from pith.schedule.table import slot_text
 from pith.train import loop
 from pith.train.state import START
 from pith.train.step import Trainer, sum_of_squares
-from tests.train.one_piece import Weights, initial, whole_batch
+from pith.verify.one_piece import Weights, initial, whole_batch
+from pith.verify.share import joined
 from tests.train.parity import (
     Outcome,
     assert_near,
-    joined,
     new_trainer,
     random_batch,
     recipe,
