@@ -171,7 +171,8 @@ def _layouts(recipe: Recipe, asked: Sequence[str], *, device: DeviceName) -> Fin
             next_step="add --scale-down, which keeps its structure",
         )
     several = parity.default_layouts(recipe) if "all" in asked else ()
-    named = parity.parse_layouts([text for text in asked if text != "all"])
+    texts = [text for text in asked if text != "all"]
+    named = parity.parse_layouts(texts) if texts else ()
     found = parity.check_layouts(
         recipe, tuple(dict.fromkeys((*several, *named))), device=device, say=output.say
     )
