@@ -151,7 +151,7 @@ def _run(
     leaves = case.with_gradient(values)
     sink = WeightGrads() if subject.deferred else None
     if sink is not None:
-        keywords["sink"] = sink
+        keywords["sink"], weight = sink, leaves.pop(case.weight)
     for factor in ROUNDS:
         for leaf in leaves.values():
             leaf.grad = None
@@ -161,15 +161,25 @@ def _run(
         _poison(wanted, subject)
         _send_back(outputs, wanted, case, factor)
         if sink is not None:
-            sink.run_fresh()
+            yield from _deferred(sink, weight, case, factor, wanted)
         for name, leaf in leaves.items():
-            grad, times, dtype = leaf.grad, factor, leaf.dtype
-            if sink is not None and name == case.weight:
-                if grad is not None:
-                    yield inf, f"gradient of {name}, which autograd got too"
-                grad, dtype = sink.main_grad(leaf), wide(leaf.dtype)
-                times = sum(ROUNDS[:factor])
-            yield _error(f"gradient of {name}", grad, times * wanted.grads[name], dtype, case)
+            exact = factor * wanted.grads[name]
+            yield _error(f"gradient of {name}", leaf.grad, exact, leaf.dtype, case)
+
+
+def _deferred(
+    sink: WeightGrads, weight: Tensor, case: Case, factor: int, wanted: Wanted
+) -> Iterator[tuple[float, str]]:
+    """What the sink got of the weight: nothing before its slot, then the sum of all rounds."""
+    name = f"gradient of {case.weight}"
+    if weight.grad is not None:
+        yield inf, f"{name}, which autograd got too"
+    for times, run in ((sum(ROUNDS[: factor - 1]), False), (sum(ROUNDS[:factor]), True)):
+        if run:
+            sink.run_fresh()
+        when = "after its slot" if run else "before its slot"
+        exact = times * wanted.grads[case.weight]
+        yield _error(f"{name} {when}", sink.main_grad(weight), exact, wide(weight.dtype), case)
 
 
 def _outputs(result: Any) -> tuple[Tensor, ...]:
