@@ -12,7 +12,6 @@ import pytest
 from pith.cli import check
 from pith.cli.app import run
 from pith.config import Recipe, shipped
-from pith.data.tokenizer import ByteTokenizer
 from pith.errors import RequestError
 from pith.schedule.table import Table
 from pith.verify import recipe as verify_recipe
