@@ -4,6 +4,7 @@ A series is one value a step; None, and what is not finite, is a gap.
 """
 
 import math
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 
@@ -39,7 +40,8 @@ def text_plot(curves: Mapping[str, Series], *, width: int = 78, height: int = 12
     labels = {0: f"{high:.4g}", height - 1: f"{low:.4g}"}
     lines = [f"{labels.get(n, ''):>{_LABEL}} |{''.join(row)}" for n, row in enumerate(cells)]
     ends = f"1{num_steps:>{columns - 1}}" if num_steps > 1 else "1"
-    named = "  ".join(f"{mark} {name}" for mark, name in zip(MARKS, curves, strict=False))
+    room = columns // len(curves) - 7
+    named = "  ".join(f"{mark} {name[:room]}" for mark, name in zip(MARKS, curves, strict=False))
     legend = f"{named}  {BOTH} both" if len(curves) > 1 else named
     frame = [f"{'':>{_LABEL}} +{'-' * columns}", f"{'':>{_LABEL}}  {ends}"]
     rows = [*lines, *frame, f"{'':>{_LABEL}}  {legend}"]
@@ -80,7 +82,8 @@ def _share(value: float, low: float, high: float) -> float:
 def _padded(low: float, high: float) -> tuple[float, float]:
     """Bounds with some air; of equal values bounds that have them in the middle."""
     air = (high / 2 - low / 2) * 0.1 or abs(high) * 0.05 or 1.0
-    return low - air, high + air
+    most = sys.float_info.max
+    return max(low - air, -most), min(high + air, most)
 
 
 def _place(index: float, value: float, *, bounds: tuple[float, float], num_steps: int) -> str:

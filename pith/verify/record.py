@@ -2,6 +2,7 @@
 
 import json
 import math
+import shlex
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -30,6 +31,7 @@ class Run:
 
     label: str
     path: Path
+    run_id: str
     recipe: Recipe
     environment: Mapping[str, Any]
     steps: tuple[dict[str, Any], ...]  # of metrics.jsonl, as written
@@ -157,7 +159,10 @@ class Run:
             yield f"the report tells of validation loss {told}, the metrics of {last}"
 
     def _checkpoint_faults(self) -> list[str]:
-        return [str(fault) for fault in self.checkpoint.faults]
+        saved = self.checkpoint.manifest
+        is_foreign = saved is not None and saved.run != self.run_id
+        foreign = ["another run saved it, or run.json is not whole"] if is_foreign else []
+        return [*(str(fault) for fault in self.checkpoint.faults), *foreign]
 
 
 def read_run(path: Path, *, label: str) -> Run:
@@ -176,31 +181,70 @@ def read_run(path: Path, *, label: str) -> Run:
             where=str(path),
             next_step="name a folder such as runs/tiny-moe",
         )
-    recipe = Recipe.load(config)
-    broken, steps, validations, resumed = "", [], [], []
-    try:
-        steps = read_steps(metrics)
-        validations = read_events(metrics, "validation")
-        resumed = read_events(metrics, "resumed")
-        broken = _torn(metrics)
-    except RequestError as error:
-        broken = f"{error.where}: {error.found}"
-    except OSError as error:
-        broken = f"{metrics}: {error.strerror or error}"
+    recipe = _recipe(config)
+    told = _read_metrics(metrics)
     shelf = shelf_of(recipe, RunFolder(path, id=""))
     return Run(
         label=label,
         path=path,
+        run_id=_run_id(path),
         recipe=recipe,
         environment=_environment(path / ENVIRONMENT),
-        steps=tuple(steps),
-        validations={
-            int(e["step"]): e.get("validation_loss") for e in validations if e.get("step")
-        },
-        resumed=frozenset(int(e["step"]) for e in resumed if e.get("step") is not None),
-        broken=broken,
+        steps=tuple(told.steps),
+        validations={e["step"]: e.get("validation_loss") for e in told.validations},
+        resumed=frozenset(e["step"] for e in told.resumed),
+        broken=told.broken,
         checkpoint=look(shelf.folder(recipe.training.steps)),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _Metrics:
+    """What metrics.jsonl tells; all of it empty where any line but the last is `broken`."""
+
+    steps: Sequence[dict[str, Any]] = ()
+    validations: Sequence[dict[str, Any]] = ()
+    resumed: Sequence[dict[str, Any]] = ()
+    broken: str = ""
+
+
+def _read_metrics(path: Path) -> _Metrics:
+    try:
+        return _Metrics(
+            steps=read_steps(path),
+            validations=[e for e in read_events(path, "validation") if _number_of(e)],
+            resumed=[e for e in read_events(path, "resumed") if _number_of(e)],
+            broken=_torn(path),
+        )
+    except RequestError as error:
+        return _Metrics(broken=f"{error.where}: {error.found}")
+    except OSError as error:
+        return _Metrics(broken=f"{path}: {error.strerror or error}")
+
+
+def _run_id(path: Path) -> str:
+    """The id in run.json; "" where there is no whole one."""
+    place = path.absolute()
+    try:
+        folder = RunFolder.find(place.parent, place.name, origin=None)
+    except RequestError:
+        return ""
+    return folder.id if folder else ""
+
+
+def _recipe(config: Path) -> Recipe:
+    try:
+        return Recipe.load(config)
+    except RequestError as error:
+        raise RequestError(
+            "verify.no-run",
+            what="this is no run folder: its recipe does not load",
+            found=error.found or error.what,
+            wanted=f"the {CONFIG} that pith train wrote",
+            where=str(config),
+            next_step=f"pith recipe show {shlex.quote(str(config))}",
+            faults=error.faults,
+        ) from error
 
 
 def finite_number(value: object) -> float | None:

@@ -435,3 +435,12 @@ def test_a_run_is_not_equal_to_one_whose_checkpoint_is_gone(plain: Path, twin: P
 
     assert set(found) == {"B checkpoint", "corpus", "weights"}
     assert "step-00000006" in found["B checkpoint"].found
+
+
+def test_the_checkpoint_of_another_run_is_none_of_this_one(
+    real_runs: tuple[Path, Path], twin: Path
+) -> None:
+    shutil.rmtree(twin / CHECKPOINT)
+    shutil.copytree(real_runs[1] / CHECKPOINT, twin / CHECKPOINT)
+
+    assert set(failed(compared(real_runs[0], twin, reordered=True))) == {"B checkpoint"}
