@@ -149,8 +149,10 @@ def _load(config: Mapping[str, Any], weights: Tensors, dtype: torch.dtype) -> An
 
 
 def _readable(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The config less the token ids: transformers gives the embedding of padding no gradient."""
-    return {key: value for key, value in config.items() if key not in TOKEN_IDS}
+    """The config less the token ids: transformers gives the embedding of padding no gradient, and
+    some of its families have padding unless a config says that there is none."""
+    rest = {key: value for key, value in config.items() if key not in TOKEN_IDS}
+    return rest | {"pad_token_id": None}
 
 
 def _own_tensors(model: Any) -> Tensors:
@@ -185,7 +187,7 @@ def _watch(model: Any) -> Tensors:
         return lambda _module, _args, output: keep(name, output)
 
     def keep_input(name: str) -> Any:
-        return lambda _module, args: keep(name, args)
+        return lambda _module, args: keep(name, args) if args else None
 
     model.get_input_embeddings().register_forward_hook(keep_output("the embedding"))
     for number, layer in enumerate(model.get_decoder().layers):
