@@ -18,7 +18,8 @@ from pith.verify.difference import (
     validation_differences,
 )
 from pith.verify.order import differing_order
-from pith.verify.record import Run, finite_number
+from pith.verify.record import Run
+from pith.verify.steps import finite_number
 from pith.verify.tolerance import MEAN_STEPS, Tolerance, tolerance_for
 from pith.verify.weights import Weights, compare_weights
 

@@ -5,7 +5,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pith.verify.record import OF_EXPERTS, Run, expert_load, finite_number
+from pith.verify.record import Run
+from pith.verify.steps import OF_EXPERTS, expert_load, finite_number
 from pith.verify.tolerance import Tolerance
 
 # What a step tells, in causal order.

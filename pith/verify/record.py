@@ -1,12 +1,9 @@
 """One run as its folder tells it: recipe, environment, steps, and whether all of that is whole."""
 
 import json
-import math
 import shlex
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +15,16 @@ from pith.report import Check
 from pith.run.folder import RunFolder
 from pith.run.metrics import read_events, read_steps
 from pith.train.start import shelf_of
+from pith.verify.steps import (
+    finite_number,
+    is_count,
+    is_text,
+    number_of,
+    said,
+    step_faults,
+    value_faults,
+)
 
-NUMBERS = ("lr", "loss", "z_loss", "balance_loss", "grad_norm")
-OF_EXPERTS = ("z_loss", "balance_loss", "expert_load")  # null where no layer has experts
-COUNTS = ("samples", "tokens", "tokens_per_second", "step_seconds", "memory_bytes")  # above 0
 CONFIG, ENVIRONMENT = "config.toml", "environment.json"
 
 
@@ -48,7 +51,7 @@ class Run:
     @property
     def by_step(self) -> dict[int, dict[str, Any]]:
         """The steps by number; of several with one number the first."""
-        numbered = ((_number_of(step), step) for step in reversed(self.steps))
+        numbered = ((number_of(step), step) for step in reversed(self.steps))
         return {number: step for number, step in numbered if number is not None}
 
     @property
@@ -56,7 +59,7 @@ class Run:
         """The mesh it ran on; the smallest of its recipe where the world size is not known."""
         world_size = self.environment.get("world_size")
         try:
-            return self.recipe.mesh(world_size if _is_count(world_size) else None)
+            return self.recipe.mesh(world_size if is_count(world_size) else None)
         except RequestError:
             return self.recipe.mesh()
 
@@ -65,7 +68,11 @@ class Run:
         return (
             self._check("environment", self._environment_faults(), "device, versions, world size"),
             self._check("metrics", [self.broken] if self.broken else [], "every line whole"),
-            self._check("steps", [*self._step_faults()], f"1 to {self.num_steps}, each once"),
+            self._check(
+                "steps",
+                [*step_faults(self.steps, num_steps=self.num_steps)],
+                f"1 to {self.num_steps}, each once",
+            ),
             self._check("values", [*self._value_faults()], "everything there and finite"),
             self._check("finished", [*self._end_faults()], f"a report after {self.num_steps}"),
             self._check("checkpoint", self._checkpoint_faults(), "the last step, complete"),
@@ -79,70 +86,27 @@ class Run:
 
     def _environment_faults(self) -> list[str]:
         told, faults = self.environment, []
-        texts = [key for key in ("device", "torch", "machine") if not _is_text(told.get(key))]
-        faults += [f"{key} is {_said(told, key)}" for key in texts]
-        if not _is_text(_variables(told).get("OMP_NUM_THREADS")) and not _is_count(
+        texts = [key for key in ("device", "torch", "machine") if not is_text(told.get(key))]
+        faults += [f"{key} is {said(told, key)}" for key in texts]
+        if not is_text(_variables(told).get("OMP_NUM_THREADS")) and not is_count(
             told.get("cpu_count")
         ):
-            faults.append(f"cpu_count is {_said(told, 'cpu_count')}")
+            faults.append(f"cpu_count is {said(told, 'cpu_count')}")
         world_size = told.get("world_size")
-        if not _is_count(world_size) or self.mesh.world_size != world_size:
-            faults.append(f"world_size is {_said(told, 'world_size')}")
+        if not is_count(world_size) or self.mesh.world_size != world_size:
+            faults.append(f"world_size is {said(told, 'world_size')}")
         return faults
 
-    def _step_faults(self) -> Iterator[str]:
-        numbers = [_number_of(step) for step in self.steps]
-        for step, number in zip(self.steps, numbers, strict=True):
-            if number is None:
-                yield f"a step is numbered {_said(step, 'step')}"
-        known = [number for number in numbers if number is not None]
-        counted = Counter(known)
-        there = sorted(number for number in counted if 1 <= number <= self.num_steps)
-        for before, number in pairwise([0, *there]):
-            if number - before > 1:
-                last = f" to {number - 1}" if number - before > 2 else ""
-                yield f"step {before + 1}{last} is missing"
-        if not there:
-            yield "no step at all"
-        elif there[-1] < self.num_steps:
-            yield f"it ends after step {there[-1]}"
-        yield from (f"step {number} is there {n} times" for number, n in counted.items() if n > 1)
-        for number in counted.keys() - set(there):
-            yield f"step {number} is none of the run"
-        for before, number in pairwise(known):
-            if number < before:
-                yield f"step {number} comes after step {before}"
-
     def _value_faults(self) -> Iterator[str]:
+        widths = dict.fromkeys(self._moe_layers, self.recipe.architecture.num_experts)
         for step in self.steps:
-            for name in self._faulty_values(step):
-                yield f"step {step.get('step')}: {name} is {_said(step, name)}"
+            yield from value_faults(step, widths)
         for number, loss in self.validations.items():
             if finite_number(loss) is None:
-                yield f"step {number}: validation_loss is {_said({'': loss}, '')}"
-
-    def _faulty_values(self, step: Mapping[str, Any]) -> Iterator[str]:
-        """The quantities of a step that are missing or cannot be."""
-        moe_layers = self.moe_layers
-        for name in NUMBERS:
-            if name in OF_EXPERTS and not moe_layers and step.get(name) is None:
-                continue
-            if finite_number(step.get(name)) is None:
-                yield name
-        for name in COUNTS:
-            number = finite_number(step.get(name))
-            if number is None or number <= 0:
-                yield name
-        if not _is_text(step.get("sample_digest")):
-            yield "sample_digest"
-        load = expert_load(step.get("expert_load"))
-        num_experts = self.recipe.architecture.num_experts
-        widths = dict.fromkeys(moe_layers, num_experts)
-        if load is None or {layer: len(row) for layer, row in load.items()} != widths:
-            yield "expert_load"
+                yield f"step {number}: validation_loss is {said({'': loss}, '')}"
 
     @property
-    def moe_layers(self) -> set[str]:
+    def _moe_layers(self) -> set[str]:
         """The layers that have experts, as metrics.jsonl names them."""
         model = self.recipe.architecture
         return {str(layer) for layer in range(model.num_layers) if model.is_moe(layer)}
@@ -212,8 +176,8 @@ def _read_metrics(path: Path) -> _Metrics:
     try:
         return _Metrics(
             steps=read_steps(path),
-            validations=[e for e in read_events(path, "validation") if _number_of(e)],
-            resumed=[e for e in read_events(path, "resumed") if _number_of(e)],
+            validations=[e for e in read_events(path, "validation") if number_of(e)],
+            resumed=[e for e in read_events(path, "resumed") if number_of(e)],
             broken=_torn(path),
         )
     except RequestError as error:
@@ -247,34 +211,6 @@ def _recipe(config: Path) -> Recipe:
         ) from error
 
 
-def finite_number(value: object) -> float | None:
-    """`value` where it is a number that a float holds; None for anything else, booleans too."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return None
-    try:
-        number = float(value)
-    except OverflowError:
-        return None
-    return number if math.isfinite(number) else None
-
-
-def expert_load(value: object) -> dict[str, list[int]] | None:
-    """Pairs per expert by layer, where `value` is that; None for anything else."""
-    if not isinstance(value, Mapping):
-        return None
-    rows = {str(layer): row for layer, row in value.items()}
-    are_counts = (
-        isinstance(row, list) and all(type(n) is int and 0 <= n < 1 << 53 for n in row)
-        for row in rows.values()
-    )
-    return rows if all(are_counts) else None
-
-
-def _number_of(step: Mapping[str, Any]) -> int | None:
-    number = step.get("step")
-    return number if type(number) is int else None
-
-
 def _torn(metrics: Path) -> str:
     """What is wrong with the end of the file: a last line that no process finished."""
     if not metrics.exists():
@@ -301,15 +237,3 @@ def _is_file(path: Path) -> bool:
         return path.is_file()
     except (OSError, ValueError):
         return False
-
-
-def _is_text(value: object) -> bool:
-    return isinstance(value, str) and value != ""
-
-
-def _is_count(value: object) -> bool:
-    return type(value) is int and value >= 1
-
-
-def _said(values: Mapping[str, Any], key: str) -> str:
-    return f"{json.dumps(values[key]):.40}" if key in values else "missing"

@@ -9,7 +9,7 @@ from pith.page.html import Section, listing, page, paragraph, table
 from pith.report import Check
 from pith.verify.compare import Comparison, ratio_text, recipe_differences
 from pith.verify.difference import Difference
-from pith.verify.record import finite_number
+from pith.verify.steps import finite_number
 
 SHOWN = ("loss", "grad_norm")
 HEADS = ("step", "loss A", "loss B", "apart", "grad norm A", "grad norm B", "apart")
