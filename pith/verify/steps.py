@@ -32,7 +32,7 @@ def step_faults(steps: Sequence[Mapping[str, Any]], *, num_steps: int) -> Iterat
         yield f"it ends after step {there[-1]}"
     yield from (f"step {number} is there {n} times" for number, n in counted.items() if n > 1)
     for number in sorted(counted.keys() - set(there)):
-        yield f"step {str(number):.20} is none of the run"
+        yield f"step {number!s:.20} is none of the run"
     for before, number in pairwise(known):
         if number < before:
             yield f"step {number} comes after step {before}"
