@@ -24,7 +24,6 @@ HIDDEN = "aggregate: hidden states"
 LAYER_PLACES = (ENTERS, RESIDUAL, TOKENS, IDS, WEIGHTS, SUMMED, HIDDEN)
 EMBED = "embed: hidden states"
 HEAD = "head: hidden states that enter"
-LOSS = "loss"
 
 Place = tuple[int | None, str]  # layer, None outside of layers, and what
 Records = dict[Place, dict[int, Tensor]]  # of each sequence of the global batch, flat
