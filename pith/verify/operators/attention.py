@@ -35,7 +35,6 @@ def attention_cases() -> Iterator[Case]:
 
     for length in EDGE_ROWS:
         yield case(f"{length} positions", batch=1, length=length, heads=(2, 1), width=8)
-    yield case("no sequence", batch=0, length=5, heads=(4, 2), width=8)
     yield case("one key head", batch=2, length=6, heads=(3, 1), width=8)
     yield case("a key head a query head", batch=2, length=6, heads=(2, 2), width=8)
     yield case("head width 64", batch=1, length=33, heads=(4, 4), width=64)

@@ -209,7 +209,11 @@ def _error(
     if found.shape != exact.shape:
         return inf, f"{name} of shape {list(found.shape)}, not {list(exact.shape)}"
     off = error(found, exact, scale=case.scale)
-    return off, f"{off:.1e} in {name}" if isfinite(off) else f"{name} wrong or not finite"
+    if isfinite(off):
+        return off, f"{off:.1e} in {name}"
+    if not found.isfinite().all():
+        return off, f"NaN or infinity in {name}"
+    return off, f"{name} is not zero" if exact.is_floating_point() else f"other numbers in {name}"
 
 
 def _send_back(outputs: Sequence[Tensor], wanted: Wanted, case: Case, factor: int) -> None:

@@ -236,6 +236,23 @@ def test_what_only_a_sink_or_only_bf16_shows_is_found_there_alone(monkeypatch, r
         assert all(name.endswith(("deferred", "bfloat16")) for name in failed)
 
 
+def test_what_is_wrong_is_told_with_the_worst_case(monkeypatch, report_of) -> None:
+    for fault, told in (
+        ("NaN", "NaN or infinity in output; 9 of 10 cases failed"),
+        ("raises", "RuntimeError: The size of tensor a"),
+        ("unstable order", "other numbers in row_P"),
+        ("weight gradient at once", "gradient of weight before its slot is not zero"),
+        ("gradient of the sink to autograd too", "gradient of weight, which autograd got too"),
+    ):
+        operator, broken = BROKEN[fault]
+        with monkeypatch.context() as context:
+            break_operator(context, operator, "reference", broken)
+            _, report = report_of(operator)
+        worst = report["checks"][0]
+        assert told in worst["found"]
+        assert "[" in worst["where"]
+
+
 def test_a_broken_library_kernel_is_named_as_such(monkeypatch, report_of) -> None:
     break_operator(monkeypatch, "rms_norm", "library", lambda real, x, w, eps: real(x, w, 0.0))
 
