@@ -20,7 +20,10 @@ OPTION = "--layouts"
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Ranks on each axis, and what may differ besides; None: as the recipe has it."""
+    """Ranks on each axis, and what may differ besides.
+
+    None: as the recipe has it, but dp_shard and num_stages, which are those of any recipe then.
+    """
 
     pp: int = 1
     ep: int = 1

@@ -20,7 +20,7 @@ from pith.engine.chunk import MicroBatch
 from pith.engine.executor import Execution
 from pith.engine.shard import Parameters
 from pith.launch import devices
-from pith.launch.devices import DeviceChoice
+from pith.launch.devices import BackendChoice, DeviceChoice
 from pith.launch.elastic import launch
 from pith.run.job import Job
 from pith.run.stop import StopRequest
@@ -66,7 +66,9 @@ def run_layout(
 
     Raises what `launch` raises, UnavailableError where this machine has no such device.
     """
-    place, backend = devices.choose(device, backend="auto", num_ranks=num_ranks)
+    shared = device == "cuda" and 0 < torch.cuda.device_count() < num_ranks
+    asked: BackendChoice = "gloo" if shared else "auto"  # only gloo lets ranks share a GPU
+    place, backend = devices.choose(device, backend=asked, num_ranks=num_ranks)
     with tempfile.TemporaryDirectory(prefix="pith-parity-") as folder:
         job = Job(
             recipe_toml=recipe.to_toml(),
