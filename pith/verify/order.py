@@ -10,7 +10,7 @@ def differing_order(a: Run, b: Run) -> tuple[str, ...]:
 
     What is compared is all that decides it on a CPU. The order in which a schedule runs its slots
     does not: gradients of micro-batches are added by their number. Which rank holds which layer
-    does: the gradient norm is summed rank by rank.
+    does: the gradient norm and the router's losses are summed rank by rank.
     """
     first, second = _facts(a), _facts(b)
     named = {**first, **second}
@@ -62,4 +62,6 @@ def _layers(run: Run) -> str:
 
 
 def _ranges(stages: Iterable[range]) -> str:
-    return ",".join(f"{stage[0]}-{stage[-1]}" for stage in stages if stage) or "none"
+    """The stages of a rank: "0-2", of two stages "0-2,9-11"."""
+    texts = (f"{s[0]}-{s[-1]}" if len(s) > 1 else f"{s[0]}" for s in stages if s)
+    return ",".join(texts) or "none"
