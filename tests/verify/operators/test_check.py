@@ -240,7 +240,7 @@ def test_what_is_wrong_is_told_with_the_worst_case(monkeypatch, report_of) -> No
     for fault, told in (
         ("NaN", "NaN or infinity in output; 9 of 10 cases failed"),
         ("raises", "RuntimeError: The size of tensor a"),
-        ("unstable order", "other numbers in row_P"),
+        ("unstable order", "other numbers in pair_P"),
         ("weight gradient at once", "gradient of weight before its slot is not zero"),
         ("gradient of the sink to autograd too", "gradient of weight, which autograd got too"),
     ):
