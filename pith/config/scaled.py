@@ -19,8 +19,9 @@ def scaled_down(recipe: Recipe, *, world_size: int | None = None, steps: int = S
     """`recipe` with a tiny model of the same structure, short sequences and a small batch.
 
     It reads the embedded corpus and takes at most `steps` steps, warm-up and decay in proportion.
-    Axes, schedule, balance, precision, clipping and the rest of the optimizer stay. `world_size`
-    says of how many ranks the batch is, as in `Recipe.load`. Raises RequestError as `load` does.
+    Axes, schedule, balance, precision, clipping and the rest of the optimizer stay. A seed of 0
+    becomes 1, so that code that ignores it stands out. `world_size` says of how many ranks the
+    batch is, as in `Recipe.load`. Raises RequestError as `load` does.
     """
     axes, training = recipe.parallel, recipe.training
     stages = _num_stages(recipe)
@@ -31,7 +32,7 @@ def scaled_down(recipe: Recipe, *, world_size: int | None = None, steps: int = S
     )
     fields["vocab_size"] = max(fields["vocab_size"], BYTE_VOCABULARY)
     raw["model"] = {"fields": fields}
-    raw["data"] |= {"corpus": "embedded", "epochs": None}
+    raw["data"] |= {"corpus": "embedded", "epochs": None, "seed": recipe.data.seed or 1}
     if axes.layers_per_stage and sum(axes.layers_per_stage) != fields["num_hidden_layers"]:
         raw["parallel"] |= {"layers_per_stage": None, "num_stages": stages}
     blocks = 2 * axes.cp
@@ -45,6 +46,7 @@ def scaled_down(recipe: Recipe, *, world_size: int | None = None, steps: int = S
         "micro_batch_size": micro_batch_size,
         "global_batch_size": micro_batch_size * micro_batches * batch.data_ranks,
         "steps": min(training.steps, steps),
+        "seed": training.seed or 1,
     }
     raw["optimizer"] |= _rate(recipe.optimizer, training.steps, min(training.steps, steps))
     num_sequences = min(recipe.validation.num_sequences, VALIDATION_SEQUENCES)

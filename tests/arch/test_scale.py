@@ -83,10 +83,12 @@ def test_every_shipped_recipe_scaled_down_is_valid_tiny_and_keeps_all_but_size(n
     assert all(getattr(after, key) == getattr(before, key) for key in kept)
     assert small.parallel == recipe.parallel
     assert small.balance == recipe.balance
-    training = {"precision", "clip", "seed", "deterministic", "non_finite", "recompute"}
+    training = {"precision", "clip", "deterministic", "non_finite", "recompute"}
     assert small.training.model_dump(include=training) == recipe.training.model_dump(
         include=training
     )
+    seeds = [recipe.training.seed, recipe.data.seed]
+    assert [small.training.seed, small.data.seed] == [seed or 1 for seed in seeds]
     rate = {"warmup_steps", "decay_steps"}
     assert small.optimizer.model_dump(exclude=rate) == recipe.optimizer.model_dump(exclude=rate)
     for key in rate:
