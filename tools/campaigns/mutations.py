@@ -139,7 +139,8 @@ def execute(command: str, tree: Path, folder: Path) -> tuple[int | None, dict[st
     """Exit status and report of a command line in `tree`; None where it had to be ended."""
     out = folder / "report.json"
     words = [sys.executable, "-m", "pith.cli", *shlex.split(command), "--out", str(out)]
-    variables = {"PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    paths = os.pathsep.join(filter(None, [str(tree), os.environ.get("PYTHONPATH")]))
+    variables = {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     with (folder / "output").open("wb") as output:
         process = subprocess.Popen(
             words,
