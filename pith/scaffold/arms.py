@@ -46,7 +46,7 @@ def with_build(text: str, family: Family) -> str:
     tree, name, kind = ast.parse(text), family.name, family.class_name
     arm = (
         f"case {kind}():",
-        f"    return {kind}Stage(architecture, layers, **place, **made_of)",
+        f"    stage = {kind}Stage(architecture, layers, **place, **made_of)",
     )
     edits = [
         _import(tree, f"pith.arch.{name}", kind),

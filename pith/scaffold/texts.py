@@ -71,9 +71,9 @@ def stage_text(family: Family) -> str:
     is_plain = start.family == PLAIN
     return _filled(
         "models",
-        name=family.name,
         class_name=class_name,
         summary=_summary(family),
+        facts_import=f"from pith.arch.{family.name} import {class_name}" if is_plain else None,
         start_module="stage" if is_plain else start.family,
         start_stage=start.stage,
         base=f"DecoderStage[{class_name}]" if is_plain else start.stage,

@@ -132,9 +132,11 @@ def build_stage(
     """One stage of a family, empty, on the meta device. The match to extend with a family."""
     place: dict[str, Any] = {"is_first": is_first, "is_last": is_last}
     made_of: dict[str, Any] = {"parts": parts, "dtype": dtype}
+    stage: Stage
     match architecture:
         case Qwen3():
-            return Qwen3Stage(architecture, layers, **place, **made_of)
+            stage = Qwen3Stage(architecture, layers, **place, **made_of)
+    return stage
 
 
 def _parts(
