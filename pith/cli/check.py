@@ -1,9 +1,8 @@
 """`pith check`: operators, recipes and the repository against what they must be."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from difflib import get_close_matches
 from pathlib import Path
-from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
 import typer
@@ -13,7 +12,7 @@ from pith.cli.output import check_out, conclude, failure_to
 from pith.config import shipped
 from pith.errors import Fault, RequestError
 from pith.ops import operator_names
-from pith.report import Check, Report
+from pith.report import Report
 
 Json = Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")]
 DeviceChoice = Literal["auto", "cpu", "cuda"]
@@ -52,7 +51,7 @@ def model_command(
         from pith.verify.model import check_model  # noqa: PLC0415
 
         checks = [*check_model(names)]
-    _conclude("check model", checks, json=json, out=out)
+    conclude(Report.of_checks("check model", checks, data={}), json=json, out=out)
 
 
 def ops_command(
@@ -79,7 +78,7 @@ def ops_command(
         unserved = [subject for name in chosen for subject in not_served(name, device=place)]
     text = f"not served: {', '.join(unserved)}" if unserved else ""
     data = {"device": place, "not_served": unserved}
-    _conclude("check ops", checks, data=data, text=text, json=json, out=out)
+    conclude(Report.of_checks("check ops", checks, data=data), json=json, out=out, text=text)
 
 
 def _operators(names: Sequence[str]) -> Sequence[str]:
@@ -121,7 +120,7 @@ def recipe_command(
             for name in names or shipped()
             for check in check_recipe(name, dry_run=lambda recipe: dry_run(recipe)[0])
         ]
-    _conclude("check recipe", checks, json=json, out=out)
+    conclude(Report.of_checks("check recipe", checks, data={}), json=json, out=out)
 
 
 def repository_command(context: typer.Context, *, json: Json = False, out: Out = None) -> None:
@@ -134,7 +133,7 @@ def repository_command(context: typer.Context, *, json: Json = False, out: Out =
         root: Any = context.find_root().command
         checkout = Checkout.around(Path.cwd())
         checks = [*check_repository(checkout, refusal=lambda words: refusal(root, words))]
-    _conclude("check repository", checks, json=json, out=out)
+    conclude(Report.of_checks("check repository", checks, data={}), json=json, out=out)
 
 
 def refusal(program: Any, words: Sequence[str]) -> str:
@@ -156,19 +155,3 @@ def refusal(program: Any, words: Sequence[str]) -> str:
             raise
         return " ".join(message().split())
     return ""
-
-
-def _conclude(
-    verb: str,
-    checks: Sequence[Check],
-    *,
-    json: bool,
-    out: Path | None,
-    data: Mapping[str, Any] = MappingProxyType({}),
-    text: str = "",
-) -> None:
-    """Answer with `checks`, those that failed first, below a line of how many held and `text`."""
-    ordered = sorted(checks, key=lambda check: check.ok)
-    held = sum(check.ok for check in checks)
-    text = "\n".join(filter(None, (f"{held} of {len(checks)} checks held", text)))
-    conclude(Report.of_checks(verb, ordered, data=data), json=json, out=out, text=text)

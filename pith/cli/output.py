@@ -15,6 +15,7 @@ from pith.errors import PithError, RequestError
 from pith.launch.failures import RankFailedError
 from pith.report import Check, Report
 
+MOST_HELD = 24  # checks that held, a line each
 UNPRINTED = "output.stdout"  # the code of the error that stdout cannot carry
 
 
@@ -34,10 +35,18 @@ def emit(report: Report, *, json: bool, out: Path | None, text: str) -> None:
 
 
 def conclude(report: Report, *, json: bool, out: Path | None, text: str = "") -> None:
-    """Answer with what `report` checked, a line each below `text`, and leave with its status."""
+    """Answer with what `report` checked, below `text`, and leave with its status.
+
+    People get a line for each check that failed, and for each that held where there are few.
+    """
+    held = [check for check in report.checks if check.ok]
+    failed = [check for check in report.checks if not check.ok]
     lines = [text] if text else []
-    lines += [check_text(check) for check in report.checks]
-    lines += [f"next       {step}" for step in report.next]
+    lines += [check_text(check) for check in (*failed, *held[:MOST_HELD])]
+    if len(held) > MOST_HELD:
+        lines.append(f"held   {len(held) - MOST_HELD} more, which --json lists")
+    lines.append(f"{len(held)} of {len(report.checks)} checks held")
+    lines += [f"next   {step}" for step in report.next]
     emit(report, json=json, out=out, text="\n".join(lines))
     raise typer.Exit(report.exit)
 

@@ -4,11 +4,9 @@ import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from jsonschema import Draft202012Validator
-
 from pith.config import Recipe, source
 from pith.data.tokenizer import ByteTokenizer
-from pith.errors import RequestError
+from pith.errors import RequestError, UnavailableError
 from pith.report import Check
 from pith.schedule.verify import verify
 
@@ -58,6 +56,14 @@ def _round_trip(recipe: Recipe, name: str) -> Check:
 
 def _schema(recipe: Recipe, name: str) -> Iterator[Check]:
     """The file and the resolved recipe are what the published JSON schema describes."""
+    try:
+        from jsonschema import Draft202012Validator  # noqa: PLC0415
+    except ImportError as error:
+        raise UnavailableError(
+            "check.jsonschema",
+            what="recipes cannot be held against their schema without jsonschema",
+            next_step="pip install jsonschema",
+        ) from error
     validator = Draft202012Validator(Recipe.json_schema())
     texts = {"as written": source.read(name)[0], "as resolved": tomllib.loads(recipe.to_toml())}
     for how, tables in texts.items():
