@@ -80,10 +80,10 @@ def _share(value: float, low: float, high: float) -> float:
 
 
 def _padded(low: float, high: float) -> tuple[float, float]:
-    """Bounds with some air; of equal values bounds that have them in the middle."""
+    """Bounds with some air, but none below zero where no value is; equal values in the middle."""
     air = (high / 2 - low / 2) * 0.1 or abs(high) * 0.05 or 1.0
     most = sys.float_info.max
-    return max(low - air, -most), min(high + air, most)
+    return max(low - air, 0.0 if low >= 0 else -most), min(high + air, most)
 
 
 def _place(index: float, value: float, *, bounds: tuple[float, float], num_steps: int) -> str:
