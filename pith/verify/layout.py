@@ -99,6 +99,9 @@ def parse_layouts(texts: Sequence[str]) -> tuple[Layout, ...]:
     """Read several layouts. Raises RequestError with all faults of all of them."""
     read = [_parse(text) for text in texts]
     faults = [fault for _, found in read for fault in found]
+    sound = [layout for layout, found in read if not found]
+    twice = [layout for layout in dict.fromkeys(sound) if sound.count(layout) > 1]
+    faults += [Fault(f"{OPTION} {layout}", "given twice", "given once") for layout in twice]
     if not texts:
         faults = [Fault(OPTION, "nothing", "a layout", ("pp=2,ep=2",))]
     if faults:

@@ -132,9 +132,6 @@ class LayoutCase:
     ) -> Iterator[_Finding]:
         result, whole = ranks[0].results[index], step.whole
         counted = step.batch.num_counted
-        agreed = [_agreed(rank, index) for rank in ranks]
-        odd = [str(rank) for rank, values in enumerate(agreed) if values != agreed[0]]
-        yield _exact("ranks agree", index, not odd, f"ranks {', '.join(odd)} differ from rank 0")
         table = self.recipe.table(self.layout.world_size).row_texts()
         mesh = self.recipe.mesh(self.layout.world_size)
         for rank, found in enumerate(ranks):
@@ -155,16 +152,21 @@ class LayoutCase:
         grads = [rank.grads[index] for rank in ranks]
         yield from self._tensors("gradients", index, grads, whole.grads)
         yield _near("gradient norm", index, result.grad_norm, whole.norm)
+        agreed = [_agreed(rank, index) for rank in ranks]
+        odd = [str(rank) for rank, values in enumerate(agreed) if values != agreed[0]]
+        yield _exact("ranks agree", index, not odd, f"ranks {', '.join(odd)} differ from rank 0")
 
     def _of_optimizer(
         self, index: int, step: PlainStep, ranks: Sequence[RankSteps], *, before: Weights
     ) -> Iterator[_Finding]:
-        if not all(rank.results[index].updated for rank in ranks):
-            yield _exact("updated", index, False, "no step was taken: something is not finite")
+        given = [found for rank in ranks if (found := rank.given[index]) is not None]
+        taken = len(given) == len(ranks)
+        yield _exact("updated", index, taken, "no step was taken: something is not finite")
+        if not taken:
             return
-        given = [rank.given[index] for rank in ranks]
-        yield from self._tensors("clipped gradients", index, given, step.given)
-        rates = {rank.rates[index] for rank in ranks} | {ranks[0].results[index].lr}
+        grads = [found.grads for found in given]
+        yield from self._tensors("clipped gradients", index, grads, step.given)
+        rates = {found.lr for found in given} | {ranks[0].results[index].lr}
         yield _exact("learning rate", index, rates == {step.lr}, f"{rates}, not {step.lr!r}")
         weights = [rank.weights[index] for rank in ranks]
         yield from self._tensors("weights", index, weights, step.weights, before=before)
@@ -186,8 +188,7 @@ class LayoutCase:
             yield _Finding(quantity, index, inf, tolerance, str(error))
             return
         if before is not None:
-            found = {name: tensor - before[name] for name, tensor in found.items()}
-            wanted = {name: tensor - before[name] for name, tensor in wanted.items()}
+            found, wanted = _moved(found, before), _moved(wanted, before)
         all_gaps = gaps(found, wanted)
         worst = max(all_gaps, key=lambda each: each.relative)
         wrong = [each for each in all_gaps if not each.relative <= tolerance]
@@ -247,6 +248,16 @@ class LayoutCase:
             "max_relative": {"loss": worst("loss"), "grad_norm": worst("gradient norm")},
             "first_difference": first,
         }
+
+
+def _moved(tensors: Mapping[str, Tensor], before: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """How far each tensor has moved; one of another name or shape is left for `gaps` to tell."""
+    return {
+        name: tensor - before[name]
+        if name in before and before[name].shape == tensor.shape
+        else tensor
+        for name, tensor in tensors.items()
+    }
 
 
 def _shown(error: PithError) -> str:

@@ -34,13 +34,20 @@ LOCAL = torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True)
+class Given:
+    """What the optimizer of a rank steps with."""
+
+    grads: Share
+    lr: float
+
+
+@dataclass(frozen=True, slots=True)
 class RankSteps:
     """What one rank knows of each of its steps."""
 
     results: list[StepResult]
     grads: list[Share]  # as they were reduced
-    given: list[Share]  # as the optimizer gets them; empty where it took no step
-    rates: list[float]
+    given: list[Given | None]  # None where the optimizer took no step
     weights: list[Share]  # after the step
     probe: Probe | None
 
@@ -110,14 +117,15 @@ def take_steps(
 ) -> RankSteps:
     """A step on each of the global `batches`, of which this rank reads its rows."""
     parameters = trainer.model.parameters
-    found = RankSteps([], [], [], [], [], None if probed is None else Probe(range(0)))
+    found = RankSteps([], [], [], [], None if probed is None else Probe(range(0)))
     kept = keep_gradients(parameters)
-    with _watched_optimizer(trainer, found):
+    with _watched_optimizer(trainer) as given:
         for index, batch in enumerate(batches):
             if index == probed and found.probe is not None:
                 attach(found.probe, trainer)
             found.results.append(trainer.step(index, batch.take(trainer.rows)))
             found.grads.append(share(parameters, kept))
+            found.given.append(given.pop() if given else None)
             found.weights.append(share(parameters, parameters.masters))
             if index == probed:
                 break
@@ -138,18 +146,19 @@ def keep_gradients(parameters: Parameters) -> Mapping[str, Tensor]:
 
 
 @contextmanager
-def _watched_optimizer(trainer: Trainer, found: RankSteps) -> Iterator[None]:
-    """Note with which gradients and at which rate the optimizer steps."""
+def _watched_optimizer(trainer: Trainer) -> Iterator[list[Given]]:
+    """A list that gets what the optimizer steps with, each time."""
     parameters, optimizer = trainer.model.parameters, trainer.model.optimizer
+    given: list[Given] = []
 
     def note(*_: Any) -> None:
         masters = parameters.masters.items()
         grads = {name: master.grad for name, master in masters if master.grad is not None}
-        found.given.append(share(parameters, grads))
-        found.rates.append(max(group["lr"] for group in optimizer.param_groups))
+        rate = max(group["lr"] for group in optimizer.param_groups)
+        given.append(Given(share(parameters, grads), rate))
 
     handle = optimizer.register_step_pre_hook(note)
-    yield
+    yield given
     handle.remove()
 
 

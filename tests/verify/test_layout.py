@@ -59,8 +59,9 @@ def test_what_is_no_layout_is_refused_with_the_nearest(text: str, found: str, ne
 
 def test_all_faults_of_all_layouts_are_told_at_once() -> None:
     with pytest.raises(RequestError) as caught:
-        parse_layouts(["pp=2", "pp=x,cp=2,zz=1", "schedule=what"])
-    assert len(caught.value.faults) == 4
+        parse_layouts(["pp=2", "pp=x,cp=2,zz=1", "schedule=what", "ep=1,pp=2"])
+    assert len(caught.value.faults) == 5
+    assert str(caught.value.faults[-1]) == "--layouts pp=2: found given twice, wanted given once"
     with pytest.raises(RequestError, match="nothing"):
         parse_layouts([])
     with pytest.raises(RequestError) as caught:

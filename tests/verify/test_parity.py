@@ -68,7 +68,7 @@ def test_sound_layouts_hold_in_every_quantity_also_where_losses_depend_on_the_cu
     assert quantities == {
         *("ran", "ranks agree", "executed order", "counted labels", "loss", "balance loss"),
         *("z loss", "expert load", "gradients", "gradient norm", "clipped gradients"),
-        *("learning rate", "weights"),
+        *("updated", "learning rate", "weights"),
     }
     assert found.data["first_difference"] is None
     assert found.data["steps_compared"] == 2
@@ -246,7 +246,7 @@ FAULTS = (
     ),
     broken(
         not_finite,
-        "dp=2",
+        "pp=1",
         f"{EQUAL}gradients: embed_tokens.weight: not finite",
         fails="gradients, gradient norm, updated",
     ),
