@@ -9,7 +9,7 @@ from pith.scaffold.facts import DENSE_WIDTH, expert_width, has_experts
 
 # Weights in bfloat16, masters, gradients and two moments in float32.
 BYTES_PER_PARAMETER = 2 + 4 + 4 + 8
-ROOM_BYTES = 50e9  # of a GPU of 80 GB; the rest is for activations
+ROOM_BYTES = 60e9  # of a GPU of 80 GB; the rest is for activations
 STEPS = (1, 2, 4, 8, 16)
 
 
@@ -26,9 +26,11 @@ class Layout:
 
 
 def layout_of(config: Mapping[str, Any]) -> Layout:
-    """The smallest layout whose fullest rank holds its share; experts are spread before layers."""
+    """The fewest ranks that hold the model; experts are spread before layers.
+
+    What is not an expert is sharded over the ranks of ep too, so that each holds an equal share.
+    """
     num_layers, num_experts = _size(config, "num_hidden_layers"), _num_experts(config)
-    dense, experts = _count(config)
     choices = [
         Layout(pp, ep)
         for ep in STEPS
@@ -37,24 +39,21 @@ def layout_of(config: Mapping[str, Any]) -> Layout:
         and (pp == 1 or 2 * pp <= num_layers)
     ]
     by_size = sorted(choices, key=lambda layout: (layout.pp * layout.ep, layout.pp))
-    room = ROOM_BYTES / BYTES_PER_PARAMETER
-    fitting = (each for each in by_size if (dense + experts / each.ep) / each.pp <= room)
+    num_bytes = BYTES_PER_PARAMETER * _count(config)
+    fitting = (each for each in by_size if num_bytes / (each.pp * each.ep) <= ROOM_BYTES)
     return next(fitting, by_size[-1])
 
 
-def _count(config: Mapping[str, Any]) -> tuple[int, int]:
-    """The parameters of a plain decoder: outside of experts, and in them."""
+def _count(config: Mapping[str, Any]) -> int:
+    """The parameters of a plain decoder, norms and router left out."""
     hidden, layers = _size(config, "hidden_size"), _size(config, "num_hidden_layers")
     heads = _size(config, "num_attention_heads")
     head_dim = _size(config, "head_dim") or hidden // max(heads, 1)
     kv_heads = _size(config, "num_key_value_heads") or heads
     attention = 2 * hidden * head_dim * (heads + kv_heads)
-    edges = 2 * hidden * _size(config, "vocab_size")
-    if not has_experts(config):
-        mlp = 3 * hidden * _size(config, DENSE_WIDTH)
-        return edges + layers * (attention + mlp), 0
-    expert = 3 * hidden * _size(config, expert_width(config))
-    return edges + layers * attention, layers * _num_experts(config) * expert
+    width = expert_width(config) if has_experts(config) else DENSE_WIDTH
+    mlps = max(_num_experts(config), 1) * 3 * hidden * _size(config, width)
+    return 2 * hidden * _size(config, "vocab_size") + layers * (attention + mlps)
 
 
 def _num_experts(config: Mapping[str, Any]) -> int:

@@ -37,7 +37,7 @@ LAYERS: Mapping[str, int] = MappingProxyType(
         "cli": 10,
     }
 )
-TORCH_FREE = ("errors", "disk", "report", "schedule", "arch", "plan", "config")
+TORCH_FREE = ("errors", "disk", "report", "schedule", "arch", "plan", "config", "scaffold")
 
 
 def edges(source: Source, *, package: Path) -> Iterator[Fault]:

@@ -1,0 +1,209 @@
+"""`pith add-model`: what it says before it writes, and every request that it refuses."""
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import pith
+from pith.cli import add_model, app
+
+ROOT = Path(__file__).parents[2]
+OLMOE = ROOT / "examples" / "add-olmoe" / "config.json"
+
+
+@pytest.fixture
+def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A checkout with the two shared files, which the command takes for its own."""
+    root = tmp_path / "checkout"
+    for name in ("pith/arch", "pith/models"):
+        shutil.copytree(ROOT / name, root / name, ignore=shutil.ignore_patterns("__pycache__"))
+    (root / "pith" / "train").mkdir()
+    shutil.copy2(ROOT / "pith" / "train" / "build.py", root / "pith" / "train")
+    monkeypatch.setattr(add_model, "checkout", lambda: root)
+    return root
+
+
+def tree(root: Path) -> dict[str, str]:
+    return {
+        str(path): sha256(path.read_bytes()).hexdigest() if path.is_file() else "folder"
+        for path in root.rglob("*")
+    }
+
+
+def refused(root: Path, capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    """The one line in which a request is refused; nothing was written."""
+    before = tree(root)
+    status = app.run(["add-model", *words])
+    said = capsys.readouterr()
+    assert status == 2, said.err
+    assert said.out == ""
+    assert tree(root) == before
+    return said.err
+
+
+def test_a_dry_run_shows_the_files_and_the_arms_and_writes_nothing(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = tree(root)
+    words = ["add-model", "olmoe", "--config", str(OLMOE), "--dry-run", "--json"]
+    assert app.run(words) == 0
+    assert tree(root) == before
+    said = capsys.readouterr()
+    data = json.loads(said.out)["data"]
+    assert [file["path"] for file in data["files"] if file["state"] == "new"] == [
+        "pith/recipes/olmoe/config.json",
+        "pith/recipes/olmoe/recipe.toml",
+        "pith/arch/olmoe.py",
+        "pith/models/olmoe.py",
+        "pith/verify/configs/olmoe/tiny.json",
+        "tests/models/test_olmoe.py",
+    ]
+    added = re.findall(r"^\+ .*", data["diff"], flags=re.MULTILINE)
+    assert added == [
+        '+        case "olmoe":',
+        "+            arch = Olmoe.examine(fields)",
+        "+        case Olmoe():",
+        "+            stage = OlmoeStage(architecture, layers, **place, **made_of)",
+    ]
+    assert data["diff"] in said.err + "\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("Mixtral-8x7B", "pith add-model mixtral_8x7b "),
+        ("8x7b", "pith add-model model_8x7b "),
+        ("a__b", "pith add-model a_b "),
+        ("../x", "pith add-model x "),
+        ("", "pith add-model model "),
+        ("ünï", "no such name"),
+        ("x" * 33, f"pith add-model {'x' * 32} "),
+        ("class", "pith add-model class_model "),
+        ("tuple", "a word of Python"),
+        ("qwen3", "pith/arch/qwen3.py, which was not made by add-model"),
+        ("decoder", "pith/arch/decoder.py"),
+        ("stage", "pith/models/stage.py"),
+        ("tiny-moe", "the shipped recipe tiny-moe"),
+        ("tiny_moe", "as good as the shipped recipe tiny-moe"),
+        ("examine", "examine of pith/arch/__init__.py"),
+        ("architecture", "Architecture of pith/arch/__init__.py"),
+        ("parameter_spec", "ParameterSpec of pith/train/build.py"),
+    ],
+)
+def test_a_name_that_cannot_be_is_refused_with_one_that_can(
+    root: Path, capsys: pytest.CaptureFixture[str], name: str, told: str
+) -> None:
+    said = refused(root, capsys, name, "--config", str(OLMOE))
+    assert said.startswith("error: NAME: ")
+    assert told in said
+    assert said.count("\n") == 1
+
+
+def _fifo(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def _huge(path: Path) -> None:
+    path.touch()
+    os.truncate(path, 1 << 30)
+
+
+def _text(content: str | bytes) -> Callable[[Path], Any]:
+    raw = content if isinstance(content, bytes) else content.encode()
+    return lambda path: path.write_bytes(raw)
+
+
+@pytest.mark.parametrize(
+    ("make", "told"),
+    [
+        (lambda path: None, "No such file"),
+        (Path.mkdir, "found a folder"),
+        (_fifo, "no regular file"),
+        (_huge, "1,073,741,824 bytes"),
+        (_text(""), "no JSON"),
+        (_text('{"model_type": "x",'), "no JSON"),
+        (_text('{"model_type": "x", "rope_theta": NaN}'), "NaN is no JSON number"),
+        (_text("[" * 100_000), "no JSON"),
+        (_text(b'{"model_type": "\xff"}'), "no JSON"),
+        (_text("[1, 2]"), "JSON, but no object: [1, 2]"),
+        (_text('{"hidden_size": 8}'), "model_type 'None'"),
+        (_text('{"model_type": 3}'), "model_type '3'"),
+        (_text('{"model_type": "a\\"b"}'), "model_type"),
+        (_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\n"), "git lfs pull"),
+    ],
+)
+def test_a_config_that_cannot_be_read_is_refused_in_one_line(
+    root: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    make: Callable[[Path], Any],
+    told: str,
+) -> None:
+    path = tmp_path / "config.json"
+    make(path)
+    said = refused(root, capsys, "fresh", "--config", str(path))
+    assert told in said
+    assert said.startswith(f"error: --config {path}: ")
+    assert said.count("\n") == 1
+
+
+def test_a_model_type_that_another_family_serves_is_refused(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = str(ROOT / "pith" / "recipes" / "tiny-moe" / "config.json")
+    said = refused(root, capsys, "fresh", "--config", config)
+    assert "the family qwen3 serves model_type 'qwen3_moe' already" in said
+
+
+def test_another_config_under_the_same_name_is_refused_with_both_values(
+    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kept = root / "pith" / "recipes" / "olmoe" / "config.json"
+    kept.parent.mkdir(parents=True)
+    shutil.copy2(OLMOE, kept)
+    other = json.loads(OLMOE.read_text()) | {"hidden_size": 1024, "new_key": 1}
+    del other["clip_qkv"]
+    path = tmp_path / "other.json"
+    path.write_text(json.dumps(other))
+    said = refused(root, capsys, "olmoe", "--config", str(path))
+    for line in (
+        "  hidden_size: found 1024 in --config, wanted 2048 as it was made",
+        "  new_key: found 1 in --config, wanted nothing as it was made",
+        "  clip_qkv: found nothing in --config, wanted None as it was made",
+    ):
+        assert line in said.splitlines()
+    kept.write_text("{")
+    assert "cannot be read" in refused(root, capsys, "olmoe", "--config", str(OLMOE))
+
+
+@pytest.mark.parametrize("like", ["qwen", "olmoe", ""])
+def test_a_family_to_begin_with_that_is_not_there_is_refused(
+    root: Path, capsys: pytest.CaptureFixture[str], like: str
+) -> None:
+    said = refused(root, capsys, "olmoe", "--config", str(OLMOE), "--like", like)
+    assert "--like" in said
+    assert "qwen3" in said or like == "olmoe"
+
+
+def test_an_installed_package_is_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(pith, "__file__", str(tmp_path / "site-packages/pith/__init__.py"))
+    assert app.run(["add-model", "olmoe", "--config", str(OLMOE)]) == 3
+    said = capsys.readouterr().err
+    assert "installed package" in said
+    assert "next: git clone" in said
+
+
+def test_a_report_that_cannot_be_written_is_refused_first(
+    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = str(tmp_path / "missing" / "report.json")
+    assert "--out" in refused(root, capsys, "olmoe", "--config", str(OLMOE), "--out", out)
