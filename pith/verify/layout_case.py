@@ -53,7 +53,7 @@ class _Finding:
 
 
 @dataclass(slots=True)
-class Found:
+class CaseResult:
     """What came of one layout."""
 
     checks: list[Check] = field(default_factory=list)
@@ -68,7 +68,7 @@ class LayoutCase:
     recipe: Recipe
     reference: PlainSteps
 
-    def check(self, device: DeviceChoice) -> Found:
+    def check(self, device: DeviceChoice) -> CaseResult:
         """Run it, compare, and look for the place where something differs."""
         ranks = self._run(device)
         if isinstance(ranks, PithError):
@@ -82,7 +82,7 @@ class LayoutCase:
         first = None if failed is None else self._first_difference(failed, device)
         if first is not None:
             checks.append(Check(self._name("first difference"), False, first, "none"))
-        return Found(checks, self._figures(ranks, findings, first))
+        return CaseResult(checks, self._figures(ranks, findings, first))
 
     def _run(
         self, device: DeviceChoice, *, probed: int | None = None
@@ -104,11 +104,11 @@ class LayoutCase:
     def _name(self, quantity: str) -> str:
         return f"{self.layout}: {quantity}"
 
-    def _failed(self, error: PithError) -> Found:
+    def _failed(self, error: PithError) -> CaseResult:
         found = _shown(error)
         check = Check(self._name("ran"), False, found, f"{NUM_STEPS} steps")
         figures = {"steps": 0, "max_relative": {}, "first_difference": f"did not run: {found}"}
-        return Found([check], figures)
+        return CaseResult([check], figures)
 
     def _check(self, findings: Sequence[_Finding]) -> Check:
         """The check of one quantity over all steps: the first that fails, or the worst."""

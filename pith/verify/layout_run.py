@@ -34,7 +34,7 @@ LOCAL = torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True)
-class Given:
+class HandedOver:
     """What the optimizer of a rank steps with."""
 
     grads: Share
@@ -47,13 +47,13 @@ class RankSteps:
 
     results: list[StepResult]
     grads: list[Share]  # as they were reduced
-    given: list[Given | None]  # None where the optimizer took no step
+    given: list[HandedOver | None]  # None where the optimizer took no step
     weights: list[Share]  # after the step
     probe: Probe | None
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class Assignment:
     """What every rank of a layout is to do."""
 
     batches: tuple[Batch, ...]  # one a step
@@ -86,21 +86,21 @@ def run_layout(
             timeout_s=TIMEOUT_S,
             debug=True,
         )
-        plan = Plan(tuple(batches), folder, probed)
-        launch(partial(run_rank, plan), job, num_ranks=num_ranks)
+        assignment = Assignment(tuple(batches), folder, probed)
+        launch(partial(run_rank, assignment), job, num_ranks=num_ranks)
         found = [_path(folder, rank).read_bytes() for rank in range(num_ranks)]
     return [pickle.loads(content) for content in found]
 
 
-def run_rank(plan: Plan, job: Job, stop: StopRequest) -> dict[str, Any]:
+def run_rank(assignment: Assignment, job: Job, stop: StopRequest) -> dict[str, Any]:
     """This rank's share of the steps, through the production code."""
     device = LOCAL if job.device == "cpu" else torch.device("cuda", torch.cuda.current_device())
     patience = timedelta(seconds=job.timeout_s)
     world = World.joined(device, backend=job.backend, timeout=patience)
     recipe = Recipe.parse(job.recipe_toml, world_size=world.size)
     with closing(Trainer(recipe, world, build(recipe, world, headers=True))) as trainer:
-        found = take_steps(trainer, plan.batches, probed=plan.probed)
-    _path(plan.folder, world.rank).write_bytes(pickle.dumps(found))
+        found = take_steps(trainer, assignment.batches, probed=assignment.probed)
+    _path(assignment.folder, world.rank).write_bytes(pickle.dumps(found))
     return {}
 
 
@@ -146,16 +146,16 @@ def keep_gradients(parameters: Parameters) -> Mapping[str, Tensor]:
 
 
 @contextmanager
-def _watched_optimizer(trainer: Trainer) -> Iterator[list[Given]]:
+def _watched_optimizer(trainer: Trainer) -> Iterator[list[HandedOver]]:
     """A list that gets what the optimizer steps with, each time."""
     parameters, optimizer = trainer.model.parameters, trainer.model.optimizer
-    given: list[Given] = []
+    given: list[HandedOver] = []
 
     def note(*_: Any) -> None:
         masters = parameters.masters.items()
         grads = {name: master.grad for name, master in masters if master.grad is not None}
         rate = max(group["lr"] for group in optimizer.param_groups)
-        given.append(Given(share(parameters, grads), rate))
+        given.append(HandedOver(share(parameters, grads), rate))
 
     handle = optimizer.register_step_pre_hook(note)
     yield given

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import inf, isfinite
+from math import copysign, inf, isfinite
 
 import torch
 from torch import Tensor
@@ -112,11 +112,11 @@ def gap(name: str, found: Tensor | None, wanted: Tensor) -> Gap:
         return Gap(name, inf, "not finite")
     if error == 0 or size == 0:
         return Gap(name, inf, "not zero, as in one process") if error else Gap(name, 0.0)
-    factor = float(found.norm()) / size
+    factor = copysign(float(found.norm()) / size, float((found * wanted).sum()))
     if factor == 0:
         return Gap(name, 1.0, "zero")
     rest = float((found - factor * wanted).norm())
-    is_clean = rest <= FACTOR_TOLERANCE * factor * size and abs(factor - 1) > FACTOR_TOLERANCE
+    is_clean = rest <= FACTOR_TOLERANCE * abs(factor) * size and abs(factor - 1) > FACTOR_TOLERANCE
     return Gap(name, error / size, factor=factor if is_clean else None)
 
 

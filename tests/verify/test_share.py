@@ -47,7 +47,7 @@ def test_rows_that_are_missing_doubled_or_unlike_are_refused(
     [
         (2 * WHOLE, WHOLE, "w: 2 times what one process finds, which is ep"),
         (WHOLE / 2, WHOLE, "w: 0.5 times what one process finds, which is 1 / ep"),
-        (-WHOLE, WHOLE, "w: relative 2.0e+00"),
+        (-WHOLE, WHOLE, "w: -1 times what one process finds"),
         (WHOLE + 1, WHOLE, "w: relative 3.3e-01"),
         (0 * WHOLE, WHOLE, "w: zero"),
         (WHOLE, 0 * WHOLE, "w: not zero, as in one process"),
