@@ -18,7 +18,7 @@ from pith.verify import telling
 from pith.verify.compare import Comparison, compare, cost_checks
 from pith.verify.difference import QUANTITIES, moved_share, relative
 from pith.verify.record import Run, read_run
-from pith.verify.tolerance import EQUAL_BITS, FLOAT8, FLOAT32
+from pith.verify.tolerance import BFLOAT16, EQUAL_BITS, FLOAT8, FLOAT32
 
 Edit = Callable[[Path, Callable[[list[dict[str, Any]]], object]], None]
 CHECKPOINT = Path("checkpoints") / "step-00000006"
@@ -356,6 +356,21 @@ def test_float8_is_held_to_the_mean_of_the_last_losses(
 
     assert found.tolerance == FLOAT8
     assert ("mean_loss" not in failed(found)) == is_held
+
+
+@pytest.mark.parametrize(("change", "is_held"), [((-5, 5), True), ((-5, 6), False)])
+def test_bfloat16_load_may_move_but_its_sum_is_held_equal(
+    plain: Path, change: tuple[int, int], is_held: bool
+) -> None:
+    a = _with_precision(read_run(plain, label="A"), "bfloat16")
+    load = a.steps[2]["expert_load"]
+    first, second, *rest = load["1"]
+    moved = {**load, "1": [first + change[0], second + change[1], *rest]}
+    changed = (*a.steps[:2], {**a.steps[2], "expert_load": moved}, *a.steps[3:])
+    found = compare(a, replace(a, label="B", steps=changed), weights=False)
+
+    assert found.tolerance == BFLOAT16
+    assert list(failed(found)) == ([] if is_held else ["expert_load"])
 
 
 def test_a_dense_model_has_no_balance_on_either_side(plain: Path) -> None:
