@@ -46,12 +46,13 @@ class Layout:
 
     def __str__(self) -> str:
         values = [(field.name, getattr(self, field.name)) for field in fields(self)]
-        told = [
+        told = ["pp=1"] if self.world_size == 1 else []
+        told += [
             f"{name}={value}"
             for name, value in values
             if value is not None and (name not in AXES or value > 1)
         ]
-        return ",".join(told) or "pp=1"
+        return ",".join(told)
 
     def recipe(self, base: Recipe, *, global_batch_size: int | None = None) -> Recipe:
         """`base` on this layout; without a `global_batch_size` as many sequences as it needs.
