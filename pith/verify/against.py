@@ -24,6 +24,8 @@ from pith.verify.record import Run, read_run
 
 Say = Callable[[str], None]
 
+LOST = "run.rank-lost"  # the error of a run that a rank was killed of
+
 
 @dataclass(frozen=True, slots=True)
 class Tree:
@@ -91,9 +93,10 @@ def train(tree: Tree, recipe: Path, options: Sequence[str], *, run_dir: Path) ->
             where=str(ended.log),
             next_step="compare with another commit, or leave out what this one does not know",
         )
-    check = ran_its_code(tree, run_dir)
+    run = read_run(run_dir, label=tree.label)
+    check = ran_its_code(tree, run)
     assert check.ok, check
-    return read_run(run_dir, label=tree.label)
+    return run
 
 
 def train_with_a_break(
@@ -106,23 +109,22 @@ def train_with_a_break(
     """
     fault = f"--inject-fault=kill:data:0:{after + 1}"
     killed = _run(tree, recipe, [*options, fault], run_dir=run_dir)
-    checks = [
-        _ended_with(RunFailedError.exit_status, f"{tree.label} trains until it is killed", killed)
-    ]
+    name = f"{tree.label} trains until it is killed"
+    checks = [_check_end(killed, RunFailedError.exit_status, name, LOST)]
     if checks[0].ok:
         ended = _run(tree, recipe, options, run_dir=run_dir)
-        checks.append(_ended_with(0, f"{tree.label} goes on after it was killed", ended))
+        checks.append(_check_end(ended, 0, f"{tree.label} goes on after it was killed"))
     if not all(check.ok for check in checks):
         return tuple(checks), None
     run = read_run(run_dir, label=tree.label)
-    checks += [ran_its_code(tree, run_dir), _resumed(run, after=after)]
+    checks += [ran_its_code(tree, run), _resumed(run, after=after)]
     return tuple(checks), run
 
 
-def ran_its_code(tree: Tree, run_dir: Path) -> Check:
-    """Whether what trained in `run_dir` was `tree`, as environment.json tells."""
-    told = json.loads((run_dir / "environment.json").read_bytes())
-    found = replace(tree, commit=told["commit"], diff_sha256=told["diff_sha256"])
+def ran_its_code(tree: Tree, run: Run) -> Check:
+    """Whether what trained in the run was `tree`, as its environment.json tells."""
+    told = run.environment
+    found = replace(tree, commit=told.get("commit"), diff_sha256=told.get("diff_sha256"))
     return Check(f"{tree.label} is what ran", found == tree, found.version, tree.version)
 
 
@@ -143,9 +145,11 @@ def write_recipe(recipe: Recipe, folder: Path, *, steps: int, break_after: int) 
 
 @dataclass(frozen=True, slots=True)
 class _Ended:
-    """How one command ended: its status, what its report tells of an error, its stderr."""
+    """How one command ended: its status, what its report tells of an error, its stderr. `code` is
+    that of the error, "" without one."""
 
     status: int
+    code: str
     told: str
     log: Path
 
@@ -171,14 +175,16 @@ def _run(tree: Tree, recipe: Path, options: Sequence[str], *, run_dir: Path) -> 
     if error is not None:
         told += [error["what"], *(filter(None, [error["found"]]))]
         told += [f"{fault['where']}: found {fault['found']}" for fault in error["faults"][:3]]
-    return _Ended(ended.returncode, "; ".join(told), log)
+    return _Ended(ended.returncode, error["code"] if error else "", "; ".join(told), log)
 
 
-def _ended_with(wanted: int, name: str, ended: _Ended) -> Check:
+def _check_end(ended: _Ended, status: int, name: str, code: str = "") -> Check:
+    """Whether a command ended with this status, and with the error of this code."""
     if ended.status == UnavailableError.exit_status:
         raise UnavailableError("validate.run", what="it cannot train here", found=ended.told)
-    ok = ended.status == wanted
-    return Check(name, ok, ended.told, f"exit status {wanted}", str(ended.log))
+    ok = ended.status == status and ended.code == code
+    wanted = f"exit status {status}" + (f" of {code}" if code else "")
+    return Check(name, ok, ended.told, wanted, str(ended.log))
 
 
 def _resumed(run: Run, *, after: int) -> Check:

@@ -63,14 +63,14 @@ def random_batch(
     num_sequences: int, *, length: int, vocab_size: int, seed: int, wholly_masked: int = 2
 ) -> Batch:
     """Random tokens and labels, the labels masked unevenly: all of the first `wholly_masked`
-    sequences, then ever fewer of each."""
+    sequences, but never of the last one, then ever fewer of each."""
     draw = np.random.default_rng(seed)
     tokens_NS = draw.integers(0, vocab_size, (num_sequences, length))
     labels_NS = draw.integers(0, vocab_size, (num_sequences, length))
-    for row in range(wholly_masked, num_sequences):
+    whole = min(wholly_masked, num_sequences - 1)
+    labels_NS[:whole] = NOT_COUNTED
+    for row in range(whole, num_sequences):
         labels_NS[row, : max(0, length - 1 - row)] = NOT_COUNTED
-    if num_sequences > wholly_masked:
-        labels_NS[:wholly_masked] = NOT_COUNTED
     return Batch(tokens_NS, labels_NS, np.arange(num_sequences))
 
 

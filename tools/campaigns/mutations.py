@@ -1,7 +1,7 @@
 """Breaks pith in known ways: is each fault seen by the commands that should, and nothing else?
 
 Usage: python tools/campaigns/mutations.py [--jobs N] [--only NAME]... [--commands WORD]...
-           [--out FILE]
+           [--corpus FOLDER] [--out FILE]
 
 tests/broken/mutations holds the mutations: what is replaced in which file, the command lines that
 must exit 1 on it with the words that they must say of it, and those that must exit 0. Each command
@@ -30,9 +30,9 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
-MUTATIONS = Path("tests", "broken", "mutations")
+CORPUS = ROOT / "tests" / "broken" / "mutations"
 RECIPE = "sensitive.toml"  # what commands train, beside the mutations
-LEFT_OUT = (".git", ".venv", ".*_cache", "__pycache__", "runs", "shared", ".hypothesis")
+LEFT_OUT = (".git", "*.whl", ".venv", ".*_cache", "__pycache__", "runs", "shared", ".hypothesis")
 DEADLINE_S = 500.0
 
 
@@ -66,9 +66,14 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=4)
     parser.add_argument("--only", action="append", default=[], metavar="NAME")
     parser.add_argument("--commands", action="append", default=[], metavar="WORD")
+    parser.add_argument("--corpus", type=Path, default=CORPUS, metavar="FOLDER")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    trials = list(chosen(options.only, options.commands))
+    trials = [
+        trial
+        for trial in trials_of(options.corpus)
+        if is_chosen(trial, names=options.only, words=options.commands)
+    ]
     with tempfile.TemporaryDirectory(prefix="pith-mutations-") as folder:
         repository = make_repository(Path(folder))
         with ThreadPoolExecutor(options.jobs) as pool:
@@ -78,16 +83,15 @@ def main() -> int:
     return summary(outcomes)
 
 
-def chosen(names: Sequence[str], words: Sequence[str]) -> Iterator[Trial]:
-    """The trials of the mutations of these names, with commands that hold one of the words."""
-    for trial in trials_of(ROOT / MUTATIONS):
-        if (not names or trial.mutation in names) and (
-            not words or any(word in trial.command for word in words)
-        ):
-            yield trial
+def is_chosen(trial: Trial, *, names: Sequence[str], words: Sequence[str]) -> bool:
+    """Whether it is of a mutation of these names, its command with one of these words; all are
+    without."""
+    of_these = not names or trial.mutation in names
+    return of_these and (not words or any(word in trial.command for word in words))
 
 
 def trials_of(folder: Path) -> Iterator[Trial]:
+    """Every command of every mutation in the files of a folder."""
     for path in sorted(folder.glob("*.toml")):
         if path.name == RECIPE:
             continue
