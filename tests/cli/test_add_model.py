@@ -15,7 +15,7 @@ import pith
 from pith.cli import add_model, app
 
 ROOT = Path(__file__).parents[2]
-OLMOE = ROOT / "examples" / "add-olmoe" / "config.json"
+FIELDS = json.loads((ROOT / "examples" / "add-olmoe" / "config.json").read_text())
 
 
 @pytest.fixture
@@ -28,6 +28,14 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     shutil.copy2(ROOT / "pith" / "train" / "build.py", root / "pith" / "train")
     monkeypatch.setattr(add_model, "checkout", lambda: root)
     return root
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> str:
+    """The config.json of a family that pith does not have."""
+    path = tmp_path / "fresh.json"
+    path.write_text(json.dumps(FIELDS | {"model_type": "fresh"}))
+    return str(path)
 
 
 def tree(root: Path) -> dict[str, str]:
@@ -49,28 +57,28 @@ def refused(root: Path, capsys: pytest.CaptureFixture[str], *words: str) -> str:
 
 
 def test_a_dry_run_shows_the_files_and_the_arms_and_writes_nothing(
-    root: Path, capsys: pytest.CaptureFixture[str]
+    root: Path, config: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = tree(root)
-    words = ["add-model", "olmoe", "--config", str(OLMOE), "--dry-run", "--json"]
+    words = ["add-model", "fresh", "--config", config, "--dry-run", "--json"]
     assert app.run(words) == 0
     assert tree(root) == before
     said = capsys.readouterr()
     data = json.loads(said.out)["data"]
     assert [file["path"] for file in data["files"] if file["state"] == "new"] == [
-        "pith/recipes/olmoe/config.json",
-        "pith/recipes/olmoe/recipe.toml",
-        "pith/arch/olmoe.py",
-        "pith/models/olmoe.py",
-        "pith/verify/configs/olmoe/tiny.json",
-        "tests/models/test_olmoe.py",
+        "pith/recipes/fresh/config.json",
+        "pith/recipes/fresh/recipe.toml",
+        "pith/arch/fresh.py",
+        "pith/models/fresh.py",
+        "pith/verify/configs/fresh/tiny.json",
+        "tests/models/test_fresh.py",
     ]
     added = re.findall(r"^\+ .*", data["diff"], flags=re.MULTILINE)
     assert added == [
-        '+        case "olmoe":',
-        "+            arch = Olmoe.examine(fields)",
-        "+        case Olmoe():",
-        "+            stage = OlmoeStage(architecture, layers, **place, **made_of)",
+        '+        case "fresh":',
+        "+            arch = Fresh.examine(fields)",
+        "+        case Fresh():",
+        "+            stage = FreshStage(architecture, layers, **place, **made_of)",
     ]
     assert data["diff"] in said.err + "\n"
 
@@ -98,9 +106,9 @@ def test_a_dry_run_shows_the_files_and_the_arms_and_writes_nothing(
     ],
 )
 def test_a_name_that_cannot_be_is_refused_with_one_that_can(
-    root: Path, capsys: pytest.CaptureFixture[str], name: str, told: str
+    root: Path, config: str, capsys: pytest.CaptureFixture[str], name: str, told: str
 ) -> None:
-    said = refused(root, capsys, name, "--config", str(OLMOE))
+    said = refused(root, capsys, name, "--config", config)
     assert said.startswith("error: NAME: ")
     assert told in said
     assert said.count("\n") == 1
@@ -157,22 +165,22 @@ def test_a_config_that_cannot_be_read_is_refused_in_one_line(
 def test_a_model_type_that_another_family_serves_is_refused(
     root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config = str(ROOT / "pith" / "recipes" / "tiny-moe" / "config.json")
-    said = refused(root, capsys, "fresh", "--config", config)
+    served = str(ROOT / "pith" / "recipes" / "tiny-moe" / "config.json")
+    said = refused(root, capsys, "fresh", "--config", served)
     assert "the family qwen3 serves model_type 'qwen3_moe' already" in said
 
 
 def test_another_config_under_the_same_name_is_refused_with_both_values(
-    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    root: Path, config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    kept = root / "pith" / "recipes" / "olmoe" / "config.json"
+    kept = root / "pith" / "recipes" / "fresh" / "config.json"
     kept.parent.mkdir(parents=True)
-    shutil.copy2(OLMOE, kept)
-    other = json.loads(OLMOE.read_text()) | {"hidden_size": 1024, "new_key": 1}
+    shutil.copy2(config, kept)
+    other = FIELDS | {"model_type": "fresh", "hidden_size": 1024, "new_key": 1}
     del other["clip_qkv"]
     path = tmp_path / "other.json"
     path.write_text(json.dumps(other))
-    said = refused(root, capsys, "olmoe", "--config", str(path))
+    said = refused(root, capsys, "fresh", "--config", str(path))
     for line in (
         "  hidden_size: found 1024 in --config, wanted 2048 as it was made",
         "  new_key: found 1 in --config, wanted nothing as it was made",
@@ -180,30 +188,34 @@ def test_another_config_under_the_same_name_is_refused_with_both_values(
     ):
         assert line in said.splitlines()
     kept.write_text("{")
-    assert "cannot be read" in refused(root, capsys, "olmoe", "--config", str(OLMOE))
+    assert "cannot be read" in refused(root, capsys, "fresh", "--config", config)
 
 
-@pytest.mark.parametrize("like", ["qwen", "olmoe", ""])
+@pytest.mark.parametrize("like", ["qwen", "fresh", ""])
 def test_a_family_to_begin_with_that_is_not_there_is_refused(
-    root: Path, capsys: pytest.CaptureFixture[str], like: str
+    root: Path, config: str, capsys: pytest.CaptureFixture[str], like: str
 ) -> None:
-    said = refused(root, capsys, "olmoe", "--config", str(OLMOE), "--like", like)
+    said = refused(root, capsys, "fresh", "--config", config, "--like", like)
     assert "--like" in said
-    assert "qwen3" in said or like == "olmoe"
+    assert "qwen3" in said or like == "fresh"
 
 
 def test_an_installed_package_is_left_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    *,
+    config: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(pith, "__file__", str(tmp_path / "site-packages/pith/__init__.py"))
-    assert app.run(["add-model", "olmoe", "--config", str(OLMOE)]) == 3
+    assert app.run(["add-model", "fresh", "--config", config]) == 3
     said = capsys.readouterr().err
     assert "installed package" in said
     assert "next: git clone" in said
 
 
 def test_a_report_that_cannot_be_written_is_refused_first(
-    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    root: Path, config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = str(tmp_path / "missing" / "report.json")
-    assert "--out" in refused(root, capsys, "olmoe", "--config", str(OLMOE), "--out", out)
+    assert "--out" in refused(root, capsys, "fresh", "--config", config, "--out", out)

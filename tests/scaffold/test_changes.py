@@ -10,15 +10,27 @@ import pytest
 from pith.errors import UnavailableError
 from pith.scaffold import changes as changes_module
 from pith.scaffold.changes import Change, write
-from pith.scaffold.given import read
+from pith.scaffold.given import Given
 from pith.scaffold.plan import plan
 
-OLMOE = Path(__file__).parents[2] / "examples" / "add-olmoe" / "config.json"
-FACTS = "pith/arch/olmoe.py"
+FACTS = "pith/arch/fresh.py"
+CONFIG = {
+    "model_type": "fresh",
+    "vocab_size": 50304,
+    "hidden_size": 2048,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "intermediate_size": 1024,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1e4,
+    "max_position_embeddings": 4096,
+}
+GIVEN = Given(CONFIG, json.dumps(CONFIG).encode())
 
 
 def planned(root: Path) -> list[Change]:
-    return plan("olmoe", read(OLMOE), like=None, root=root)[1]
+    return plan("fresh", GIVEN, like=None, root=root)[1]
 
 
 def tree(root: Path) -> dict[str, str]:
@@ -60,7 +72,7 @@ def test_a_file_that_was_changed_since_is_kept_and_told(bare: Path) -> None:
 def test_an_arm_that_was_changed_since_is_kept(bare: Path) -> None:
     write(bare, planned(bare))
     arch = bare / "pith" / "arch" / "__init__.py"
-    arch.write_text(arch.read_text().replace('case "olmoe":', 'case "olmoe" | "olmoe2":'))
+    arch.write_text(arch.read_text().replace('case "fresh":', 'case "fresh" | "fresher":'))
     assert {change.state for change in planned(bare)} == {"unchanged"}
 
 
@@ -102,7 +114,7 @@ def test_a_folder_in_the_place_of_a_file_leaves_nothing(bare: Path) -> None:
 
 def test_the_config_is_kept_as_it_was_given(bare: Path) -> None:
     write(bare, planned(bare))
-    assert (bare / "pith/recipes/olmoe/config.json").read_bytes() == OLMOE.read_bytes()
-    tiny = json.loads((bare / "pith/verify/configs/olmoe/tiny.json").read_text())
-    assert tiny["model_type"] == "olmoe"
+    assert (bare / "pith/recipes/fresh/config.json").read_bytes() == GIVEN.content
+    tiny = json.loads((bare / "pith/verify/configs/fresh/tiny.json").read_text())
+    assert tiny["model_type"] == "fresh"
     assert tiny["hidden_size"] == 32
