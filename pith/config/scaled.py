@@ -4,7 +4,6 @@ from math import ceil
 
 from pith.arch.scale import LAYERS, scale_down
 from pith.config.recipe import Recipe
-from pith.config.sections import OptimizerSection
 from pith.plan.limits import BYTE_VOCABULARY
 from pith.schedule import build
 
@@ -48,7 +47,7 @@ def scaled_down(recipe: Recipe, *, world_size: int | None = None, steps: int = S
         "steps": min(training.steps, steps),
         "seed": training.seed or 1,
     }
-    raw["optimizer"] |= _rate(recipe.optimizer, training.steps, min(training.steps, steps))
+    raw["optimizer"] |= shortened(recipe, steps=min(training.steps, steps))
     num_sequences = min(recipe.validation.num_sequences, VALIDATION_SEQUENCES)
     raw["validation"] |= {"num_sequences": num_sequences}
     return Recipe.model_validate(raw, context={"world_size": world_size})
@@ -62,8 +61,10 @@ def _num_stages(recipe: Recipe) -> int:
     return 2 * axes.pp if axes.schedule == "auto" else build.num_stages(axes.schedule, pp=axes.pp)
 
 
-def _rate(optimizer: OptimizerSection, before: int, after: int) -> dict[str, int]:
-    """Warm-up and decay of `after` steps in proportion to those of `before`, none of them lost."""
-    warmup = min(ceil(optimizer.warmup_steps * after / before), max(after - 1, 0))
-    decay = min(ceil(optimizer.decay_steps * after / before), after - warmup)
+def shortened(recipe: Recipe, *, steps: int) -> dict[str, int]:
+    """Warm-up and decay of a run of so many steps, in proportion to those of `recipe` where that
+    is longer; none of them is lost."""
+    optimizer, before = recipe.optimizer, max(recipe.training.steps, steps)
+    warmup = min(ceil(optimizer.warmup_steps * steps / before), max(steps - 1, 0))
+    decay = min(ceil(optimizer.decay_steps * steps / before), steps - warmup)
     return {"warmup_steps": warmup, "decay_steps": decay}

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pith
 from pith.config import Recipe
+from pith.config.scaled import shortened
 from pith.errors import RequestError, RunFailedError, UnavailableError
 from pith.report import Check
 from pith.run.environment import code_version
@@ -131,12 +132,14 @@ def ran_its_code(tree: Tree, run: Run) -> Check:
 def write_recipe(recipe: Recipe, folder: Path, *, steps: int, break_after: int) -> Path:
     """Write what both trees train: `steps` steps, with a checkpoint after `break_after`.
 
-    It says nothing that is a default: each tree takes its own. Gives the file.
+    Warm-up and decay become shorter with the run. It says nothing that is a default: each tree
+    takes its own. Gives the file.
     """
     tables = recipe.model_dump()
     if recipe.data.corpus != "embedded":
         tables["data"]["corpus"] = os.path.abspath(recipe.data.corpus)
     tables["training"]["steps"] = steps
+    tables["optimizer"] |= shortened(recipe, steps=steps)
     tables["checkpoint"] = {"every": break_after, "keep": 0}
     path = folder / "recipe.toml"
     path.write_text(Recipe.model_validate(tables).to_toml(explicit=True))
