@@ -54,6 +54,11 @@ class Decoder:
         """Read all fields; what is wrong lands in `fields.faults` and gets a stand-in value."""
         raise NotImplementedError(cls.__name__)
 
+    @property
+    def num_choices(self) -> int:
+        """What a router chooses among: the experts, and what a family has beside them."""
+        return self.num_experts
+
     def is_moe(self, layer: int) -> bool:
         """Whether `layer` has experts rather than one dense MLP."""
         return self.num_experts > 0
@@ -84,9 +89,10 @@ class Decoder:
 
     def num_active_parameters(self) -> int:
         """The parameters that one token meets: top_k of the experts, everything else."""
-        return sum(self._num_active(spec) for spec in self.parameters())
+        return sum(self.num_active(spec) for spec in self.parameters())
 
-    def _num_active(self, spec: ParameterSpec) -> int:
+    def num_active(self, spec: ParameterSpec) -> int:
+        """The elements of one tensor that one token meets."""
         if spec.role is not Role.EXPERTS:
             return spec.num_elements
         return spec.num_elements // self.num_experts * self.top_k
@@ -102,7 +108,7 @@ class Decoder:
             attention
             + 6.0
             * sum(
-                self._num_active(spec)
+                self.num_active(spec)
                 for spec in self.layer_parameters(layer)
                 if spec.role not in (Role.NORM, Role.BIAS)
             )
@@ -153,6 +159,11 @@ class LayerTensors:
         shape = (num_out, num_in)
         return ParameterSpec(self._name(name), shape, Role.MATRIX, self.layer, self._output_std)
 
+    def tensor(self, name: str, shape: tuple[int, ...], role: Role) -> ParameterSpec:
+        """A tensor of any shape and role, drawn as wide as a projection inside a block."""
+        std = self.arch.initializer_range
+        return ParameterSpec(self._name(name), shape, role, self.layer, std)
+
     def swiglu(self, prefix: str, width: int) -> tuple[ParameterSpec, ...]:
         """The three projections of a dense MLP of this width."""
         hidden = self.arch.hidden_size
@@ -172,9 +183,8 @@ class LayerTensors:
             name = self._name(f"{prefix}.experts.{name}")
             return ParameterSpec(name, shape, Role.EXPERTS, self.layer, std)
 
-        router = (arch.num_experts, hidden)
         return (
-            ParameterSpec(self._name(f"{prefix}.gate"), router, Role.ROUTER, self.layer, std),
+            self.tensor(f"{prefix}.gate", (arch.num_choices, hidden), Role.ROUTER),
             stack("gate_proj", width, hidden, std),
             stack("up_proj", width, hidden, std),
             stack("down_proj", hidden, width, self._output_std),

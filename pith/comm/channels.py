@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pith.comm.world import World
+from pith.ops.precision import wide
 from pith.schedule.lower import Message
 from pith.schedule.table import Kind
 
@@ -24,9 +25,10 @@ Tensors = tuple[Tensor, ...]
 class Wire:
     """How messages look on a channel.
 
-    `shapes` and `dtype` are those of a carry's tensors. `staged`: the group is gloo but tensors
-    live on CUDA, so they pass through host memory. `headers` sends (kind, stage, micro-batch)
-    ahead of each message and asserts it on arrival.
+    `shapes` are those of a carry's tensors. The first one, hidden states, has `dtype`; all others
+    have float32 or wider. `staged`: the group is gloo but tensors live on CUDA, so they pass
+    through host memory. `headers` sends (kind, stage, micro-batch) ahead of each message and
+    asserts it on arrival.
     """
 
     shapes: tuple[tuple[int, ...], ...]
@@ -35,9 +37,16 @@ class Wire:
     staged: bool
     headers: bool
 
+    def layout(self) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:
+        """Shape and type of each tensor of a message."""
+        return tuple(
+            (shape, self.dtype if index == 0 else wide(self.dtype))
+            for index, shape in enumerate(self.shapes)
+        )
+
     def buffers(self) -> Tensors:
         device = torch.device("cpu") if self.staged else self.device
-        return tuple(torch.empty(shape, dtype=self.dtype, device=device) for shape in self.shapes)
+        return tuple(torch.empty(shape, dtype=t, device=device) for shape, t in self.layout())
 
     def header(self, message: Message | None = None) -> Tensors:
         """The header tensor of `message`, or a buffer for one; nothing when headers are off."""
@@ -99,7 +108,7 @@ class Outbox:
     def send(self, message: Message, tensors: Tensors) -> None:
         """Start sending; returns at once."""
         found = tuple((tuple(tensor.shape), tensor.dtype) for tensor in tensors)
-        wanted = tuple((shape, self.wire.dtype) for shape in self.wire.shapes)
+        wanted = self.wire.layout()
         assert found == wanted, f"{message}: found {found}, wanted {wanted}"
         if self.wire.staged:
             tensors = tuple(tensor.cpu() for tensor in tensors)

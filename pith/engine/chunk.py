@@ -12,6 +12,7 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass, replace
 from typing import cast
 
+import torch
 from torch import Tensor
 
 from pith.engine.segment import Tape, Tensors
@@ -75,6 +76,7 @@ def backward_chunk(
         else:
             weights.store_fresh(*split)
 
+    received = tape.segments[0].leaves
     flowing = tape.backward(grads)
     for layer in reversed(_layers(stage)):
         summed, *residual = flowing
@@ -92,7 +94,11 @@ def backward_chunk(
         routed = (tokens_grad,) if weights_grad is None else (tokens_grad, weights_grad)
         flowing = tape.backward((*routed, *residual))
     weight_gradients()
-    return tuple(_present(grad) for grad in flowing)
+    # Extras that no layer of the stage reads, and none after it, have a gradient of zero.
+    return tuple(
+        torch.zeros_like(leaf) if grad is None and index > 0 else _present(grad)
+        for index, (leaf, grad) in enumerate(zip(received, flowing, strict=True))
+    )
 
 
 def alternate(leading: Backward, following: Forward) -> tuple[Tensors, Tensors]:

@@ -52,7 +52,10 @@ class DecoderLayer(nn.Module):
         hidden_BSD = carry.hidden_BSD
         hidden_BSD = hidden_BSD + self.self_attn(self.input_layernorm(hidden_BSD), context)
         tokens_TD = self.post_attention_layernorm(hidden_BSD).flatten(0, 1)
-        residual = Carry(hidden_BSD, carry.extras)
+        return self.route(tokens_TD, Carry(hidden_BSD, carry.extras), context)
+
+    def route(self, tokens_TD: Tensor, residual: Carry, context: Context) -> Routed:
+        """Where each token goes; a family may add to the carry here."""
         if isinstance(self.mlp, DenseMlp):
             return Routed(tokens_TD, residual)
         return Routed(tokens_TD, residual, *self.mlp.gate(tokens_TD, context))

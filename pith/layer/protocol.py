@@ -27,10 +27,14 @@ from pith.ops.sink import GradSink
 
 @dataclass(frozen=True, slots=True)
 class Carry:
-    """What travels from layer to layer, and from stage to stage through the pipeline."""
+    """What travels from layer to layer, and from stage to stage through the pipeline.
+
+    A family with extras names their shapes in `carry_shapes` of its architecture, makes the first
+    ones in `embed`, and passes them on in every layer, read or not.
+    """
 
     hidden_BSD: Tensor  # [B, S, D] compute dtype
-    extras: tuple[Tensor, ...] = ()  # static shapes that the family declares; none so far
+    extras: tuple[Tensor, ...] = ()  # float32 or wider; static shapes that the family declares
 
     def tensors(self) -> tuple[Tensor, ...]:
         return (self.hidden_BSD, *self.extras)

@@ -29,12 +29,23 @@ class Router(Weighted):
 
     def forward(self, tokens_TD: Tensor, context: Context) -> tuple[Tensor, Tensor]:
         """Tokens -> (ids [T, K] int64, weights [T, K] float32 or wider)."""
+        return self.decide(self.score(tokens_TD), context)
+
+    def score(self, tokens_TD: Tensor) -> Tensor:
+        """Tokens -> logits [T, E], float32 or wider."""
         linear = self.parts.operators.linear
-        logits_TE = linear(widen(tokens_TD), self.weight, sink=self.parts.sink)
+        return linear(widen(tokens_TD), self.weight, sink=self.parts.sink)
+
+    def decide(self, logits_TE: Tensor, context: Context) -> tuple[Tensor, Tensor]:
+        """Logits -> (ids, weights), which carry the losses of the router."""
         probs_TE, weights_TK, ids_TK = self._route(logits_TE, context)
         return ids_TK, attach_losses(
-            weights_TK, logits_TE, probs_TE, ids_TK, context, layer=self.layer
+            weights_TK, logits_TE, self.balanced(probs_TE), ids_TK, context, layer=self.layer
         )
+
+    def balanced(self, probs_TE: Tensor) -> Tensor:
+        """The probabilities of which the balance loss takes the means, weighted by a family."""
+        return probs_TE
 
     def _route(self, logits_TE: Tensor, context: Context) -> tuple[Tensor, Tensor, Tensor]:
         """Probabilities, weights and ids: of the k best experts, or of those that replace them."""

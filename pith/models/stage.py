@@ -5,7 +5,7 @@ Parameter names are the canonical ones of the family in `pith.arch`.
 """
 
 from collections.abc import Iterator
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, ClassVar, Generic, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +28,8 @@ class DecoderStage(nn.Module, Generic[Arch]):
     Parameters are created empty, on the meta device unless told otherwise. A family overrides
     `new_layer`, or one of the parts that it is made of.
     """
+
+    layer_type: ClassVar[type[DecoderLayer]] = DecoderLayer
 
     def __init__(
         self,
@@ -55,7 +57,7 @@ class DecoderStage(nn.Module, Generic[Arch]):
 
     def new_layer(self, number: int) -> nn.Module:
         """The layer of this number."""
-        return DecoderLayer(
+        return self.layer_type(
             self.arch.hidden_size,
             attention=self.attention(number),
             mlp=self.mlp(number),
@@ -71,24 +73,36 @@ class DecoderStage(nn.Module, Generic[Arch]):
     def mlp(self, number: int) -> DenseMlp | MixtureOfExperts:
         """One SwiGLU for all tokens, or in a layer with experts softmax, the top k of them."""
         arch = self.arch
-        made_of: dict[str, Any] = {"parts": self.parts, "dtype": self.dtype}
         if not arch.is_moe(number):
-            return DenseMlp(arch.hidden_size, intermediate_size=arch.intermediate_size, **made_of)
-        return MixtureOfExperts(
-            gate=Router(
-                (arch.num_experts, arch.hidden_size),
-                layer=number,
-                top_k=arch.top_k,
-                normalize=arch.norm_topk_prob,
-                **made_of,
-            ),
-            experts=Experts(
-                arch.hidden_size,
-                intermediate_size=arch.moe_intermediate_size,
-                num_experts=arch.num_experts,
-                **made_of,
-            ),
+            width = arch.intermediate_size
+            return DenseMlp(arch.hidden_size, intermediate_size=width, **self.made_of)
+        return MixtureOfExperts(gate=self.router(number), experts=self.experts())
+
+    def router(self, number: int) -> nn.Module:
+        """The router of layer `number`."""
+        arch = self.arch
+        return Router(
+            (arch.num_choices, arch.hidden_size),
+            layer=number,
+            top_k=arch.top_k,
+            normalize=arch.norm_topk_prob,
+            **self.made_of,
         )
+
+    def experts(self) -> Experts:
+        """This rank's experts of a layer. Choices beyond them count as those of another rank."""
+        arch = self.arch
+        return Experts(
+            arch.hidden_size,
+            intermediate_size=arch.moe_intermediate_size,
+            num_experts=arch.num_choices,
+            **self.made_of,
+        )
+
+    @property
+    def made_of(self) -> dict[str, Any]:
+        """What every module is given."""
+        return {"parts": self.parts, "dtype": self.dtype}
 
     def forward(self, tokens_BS: Tensor, context: Context) -> Tensor:
         """The whole model in plain order: token ids [B, S] -> logits [B, S, V]."""

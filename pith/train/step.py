@@ -264,7 +264,7 @@ class Trainer:
     ) -> "_Totals":
         """Sum what each rank knows over all ranks, in one collective."""
         arch, world = self.model.architecture, self.world
-        load_LE = torch.zeros(arch.num_layers, max(1, arch.num_experts), dtype=torch.float64)
+        load_LE = torch.zeros(arch.num_layers, max(1, arch.num_choices), dtype=torch.float64)
         for layer, load_E in meter.loads.items():
             load_LE[layer] = load_E.to("cpu", torch.float64)
         nothing = torch.zeros(2, dtype=torch.float64, device=world.device)

@@ -261,10 +261,10 @@ def _watch_routers(stage: Stage, shape: tuple[int, ...]) -> dict[int, _Watched]:
 
 def _loads(recipe: Recipe, routers: Mapping[int, _Watched]) -> list[list[int]]:
     """(token, slot) pairs per layer and expert; a row of zeros for a layer without experts."""
-    num_experts = max(1, recipe.architecture.num_experts)
-    load_LE = [[0] * num_experts for _ in range(recipe.architecture.num_layers)]
+    num_choices = max(1, recipe.architecture.num_choices)
+    load_LE = [[0] * num_choices for _ in range(recipe.architecture.num_layers)]
     for layer, router in routers.items():
-        load_LE[layer] = router.ids_NSK.flatten().bincount(minlength=num_experts).tolist()
+        load_LE[layer] = router.ids_NSK.flatten().bincount(minlength=num_choices).tolist()
     return load_LE
 
 

@@ -98,7 +98,7 @@ class Run:
         return faults
 
     def _value_faults(self) -> Iterator[str]:
-        widths = dict.fromkeys(self._moe_layers, self.recipe.architecture.num_experts)
+        widths = dict.fromkeys(self._moe_layers, self.recipe.architecture.num_choices)
         for step in self.steps:
             yield from value_faults(step, widths)
         for number, loss in self.validations.items():

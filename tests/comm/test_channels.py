@@ -47,7 +47,7 @@ def content(message: Message, wire: Wire) -> tuple[Tensor, ...]:
     """Numbers that no other message carries."""
     seed = list(Kind).index(message.kind) * 1000 + message.stage * 100 + message.micro
     draw = torch.Generator().manual_seed(seed)
-    return tuple(torch.randn(shape, generator=draw).to(wire.dtype) for shape in wire.shapes)
+    return tuple(torch.randn(shape, generator=draw).to(dtype) for shape, dtype in wire.layout())
 
 
 def same(found: tuple[Tensor, ...], message: Message, wire: Wire) -> bool:
