@@ -15,8 +15,10 @@ from pith.scaffold.texts import config_path, facts_path, tiny_path
 MOST_SECONDS = 300
 READ = """
 import json, sys
-from pith.arch import from_config
-print(json.dumps(from_config(json.load(open(sys.argv[1]))).ignored))
+from pith.arch import examine
+arch, faults = examine(json.load(open(sys.argv[1])))
+print(json.dumps(arch.ignored))
+sys.exit("; ".join(map(str, faults)) or None)
 """
 # What turns the smallest recipe into two steps in this process.
 SMALL = (
@@ -37,7 +39,7 @@ class Proof:
 def prove(name: str, *, root: Path) -> Proof:
     """Check that the family reads its config, that its recipe is a plan, that a model trains."""
     read = _run(root, "-c", READ, config_path(name))
-    unread = tuple(json.loads(read.stdout)) if read.returncode == 0 else ()
+    unread = tuple(json.loads(read.stdout)) if read.stdout else ()
     plan = _run(root, "-m", "pith.cli", "train", name, "--dry-run")
     with TemporaryDirectory(prefix="pith-add-model-") as folder:
         changes = (f"model.config={root / tiny_path(name)}", *SMALL)

@@ -58,11 +58,9 @@ def facts_text(family: Family) -> str:
     )
     if start.family != PLAIN:
         return text
-    mlp = '*tensors.experts("mlp")' if has_experts(fields) else _DENSE
+    dense = '*tensors.swiglu("mlp", self.intermediate_size)'
+    mlp = '*tensors.experts("mlp")' if has_experts(fields) else dense
     return text + _filled("layer_parameters", mlp=mlp)
-
-
-_DENSE = '*tensors.swiglu("mlp", self.intermediate_size)'
 
 
 def stage_text(family: Family) -> str:

@@ -169,6 +169,8 @@ def test_a_family_fails_exactly_the_checks_that_are_still_to_be_met(made: Made) 
     assert olmoe["fields of the config"]["found"] == "not read: clip_qkv"
     assert "q_norm.weight" in olmoe["names and shapes on the Hub"]["found"]
     assert all("pith/arch/olmoe.py" in check["where"] for check in olmoe.values())
+    told = [c["ok"] for c in made.checked.report["checks"] if c["name"].startswith("olmoe/")]
+    assert f"{sum(told)} of {len(told)} checks held" in (EXAMPLE / "README.md").read_text()
     mixtral = made.checked.failed("mixtral")
     assert set(mixtral) == {"names and shapes on the Hub", "parity with transformers"}
     assert "block_sparse_moe.experts.0." in mixtral["names and shapes on the Hub"]["found"]
@@ -198,6 +200,7 @@ def test_the_worked_example_reaches_parity_and_is_kept_from_then_on(made: Made) 
     assert checked.status == 0, checked.said
     names = [check["name"] for check in checked.report["checks"]]
     assert "olmoe/tiny: every gradient, float64" in names
+    assert f"{len(names)} of {len(names)} checks held" in (EXAMPLE / "README.md").read_text()
     again = pith(
         made.root, "add-model", "olmoe", "--config", str(EXAMPLE / "config.json"), "--dry-run"
     )
@@ -226,4 +229,8 @@ def test_a_config_of_other_keys_is_added_and_told_to_fail(made: Made) -> None:
     checks = {check["name"]: check for check in done.report["checks"]}
     assert [name for name, check in checks.items() if check["ok"]] == ["the files compile"]
     assert checks["the facts read the config"]["where"] == "pith/arch/odd.py"
-    assert "faults" in checks["the facts read the config"]["found"]
+    found = checks["the facts read the config"]["found"]
+    assert "hidden_size: found nothing" in found
+    assert "num_experts: found '8'" in found
+    assert done.report["data"]["unread"] == ["hidden_act", "n_embd"]
+    assert any("read n_embd (768 in this config)" in step for step in done.report["next"])
