@@ -66,7 +66,8 @@ def _check(name: str, done: subprocess.CompletedProcess[str], *, wanted: str, wh
 def _run(root: Path, *words: str) -> "subprocess.CompletedProcess[str]":
     """Run Python with the package of the checkout; one that takes too long has failed."""
     command: Sequence[str] = (sys.executable, *words)
-    environment = dict(os.environ) | {"PYTHONPATH": str(root), "PYTHONDONTWRITEBYTECODE": "1"}
+    paths = os.pathsep.join(filter(None, (str(root), os.environ.get("PYTHONPATH"))))
+    environment = dict(os.environ) | {"PYTHONPATH": paths, "PYTHONDONTWRITEBYTECODE": "1"}
     try:
         return subprocess.run(
             command,
