@@ -116,7 +116,7 @@ def test_both_trees_train_one_recipe_and_neither_is_left_behind(copy: Copy) -> N
     assert len(listed.splitlines()) == 1
 
 
-def test_a_recipe_is_handed_over_without_its_defaults(tmp_path: Path) -> None:
+def test_a_recipe_is_handed_over_without_its_defaults_and_in_proportion(tmp_path: Path) -> None:
     recipe = Recipe.load(str(ROOT / RECIPE))
     path = against.write_recipe(recipe, tmp_path, steps=6, break_after=3)
     told = tomllib.loads(path.read_text())
@@ -126,6 +126,12 @@ def test_a_recipe_is_handed_over_without_its_defaults(tmp_path: Path) -> None:
     again = Recipe.load(str(path))
     assert again.training == recipe.training.model_copy(update={"steps": 6})
     assert again.balance == recipe.balance
+    rates = []
+    for steps in (4, 8, 20):
+        path = against.write_recipe(recipe, tmp_path, steps=steps, break_after=2)
+        optimizer = Recipe.load(str(path)).optimizer
+        rates.append((optimizer.warmup_steps, optimizer.decay_steps))
+    assert rates == [(1, 2), (2, 4), (2, 4)]
 
 
 @pytest.mark.usefixtures("inside")

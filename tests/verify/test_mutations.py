@@ -18,7 +18,7 @@ from pith.cli.check import refusal
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "tests" / "broken" / "mutations"
 CAMPAIGN = ROOT / "tools" / "campaigns" / "mutations.py"
-FAULTS = ("train", "layer", "engine", "data", "repository")
+FAULTS = ("train", "layer", "engine", "data", "schedule", "repository")
 READERS = {".py": compile, ".toml": tomllib.loads, ".json": json.loads}
 
 

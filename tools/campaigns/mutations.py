@@ -213,7 +213,7 @@ def summary(outcomes: Sequence[Outcome]) -> int:
 
 def kind_of(command: str) -> str:
     words = shlex.split(command)
-    if words[0] == "check":
+    if words[0] != "validate":
         return " ".join(words[:2])
     return f"validate {'--layouts' if '--layouts' in words else '--against'}"
 
