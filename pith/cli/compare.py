@@ -43,7 +43,7 @@ def compare_command(
 ) -> None:
     """Compare two runs step by step; exit 1 where they differ, or where either is not whole."""
     check_out(out)
-    check_out(html)
+    check_out(html, option="--html")
     with failure_to(out, verb=VERB):
         # These load torch, which other commands do without.
         from pith.verify import telling  # noqa: PLC0415
@@ -55,7 +55,7 @@ def compare_command(
         bounds = cost_checks(found, min_speed=min_speed, max_memory=max_memory)
         checks = (*found.checks, *bounds)
         if html is not None:
-            write_whole(html, text=telling.html(found, checks))
+            write_whole(html, text=telling.html(found, checks), option="--html")
         data = {**found.data, "html": str(html) if html else None}
         text = telling.text(found)
     conclude(Report.of_checks(VERB, checks, data=data), json=json, out=out, text=text)

@@ -122,11 +122,11 @@ def failure_to(out: Path | None, *, verb: str) -> Iterator[None]:
         raise
 
 
-def check_out(path: Path | None) -> None:
-    """Refuse an `--out` that cannot be written, before any work is done for it."""
+def check_out(path: Path | None, *, option: str = "--out") -> None:
+    """Refuse a file that cannot be written, before any work is done for it."""
     if path is None:
         return
-    with _writing(path):
+    with _writing(path, option):
         target = _target(path)
         # What is no regular file is written itself, a regular one replaced inside its folder.
         place = target if _is_special(target) else target.parent
@@ -135,12 +135,12 @@ def check_out(path: Path | None) -> None:
             raise PermissionError(errno.EACCES, "no writable folder above")
 
 
-def write_whole(path: Path, *, text: str) -> None:
+def write_whole(path: Path, *, text: str, option: str = "--out") -> None:
     """Write `text` to `path` so that a reader sees the old content or all of the new.
 
     A symlink stays and its target is written; so does what is no regular file, such as a FIFO.
     """
-    with _writing(path):
+    with _writing(path, option):
         target = _target(path)
         if _is_special(target):
             target.write_text(text)
@@ -171,20 +171,20 @@ def _is_special(target: Path) -> bool:
 
 
 @contextmanager
-def _writing(path: Path) -> Iterator[None]:
+def _writing(path: Path, option: str) -> Iterator[None]:
     """Turn what the file system refuses into a RequestError."""
     try:
         yield
     except OSError as error:
-        raise _unwritable(path, cause=error.strerror or str(error)) from error
+        raise _unwritable(path, option, cause=error.strerror or str(error)) from error
 
 
-def _unwritable(path: Path, *, cause: str) -> RequestError:
+def _unwritable(path: Path, option: str, *, cause: str) -> RequestError:
     return RequestError(
         "output.unwritable",
-        what="the report cannot be written there",
+        what="this file cannot be written",
         found=cause,
         wanted="a file path inside an existing folder that can be written",
-        where=f"--out {path}",
+        where=f"{option} {path}",
         next_step=f"mkdir -p {path.parent}, or name another file",
     )

@@ -93,10 +93,17 @@ def validate_command(
 ) -> None:
     """Prove that a change left training as it was: against a commit, on other layouts, or both."""
     output.check_out(out)
-    output.check_out(html)
+    output.check_out(html, option="--html")
     with output.failure_to(out, verb=VERB):
         recipe, asked = _read(words or (), layouts or (), overrides or (), nproc=nproc)
-        _refuse_idle(against, asked)
+        of_runs = {
+            "--reordered": reordered,
+            "--min-speed": min_speed is not None,
+            "--max-memory": max_memory is not None,
+            "--html": html is not None,
+            "--python": python is not None,
+        }
+        _refuse_idle(against, asked, [option for option, given in of_runs.items() if given])
         if scale_down:
             recipe = scaled_down(recipe, world_size=nproc, steps=steps)
         found: dict[str, Findings] = {}
@@ -140,13 +147,22 @@ def _read(
     return Recipe.load(names[0] if names else "tiny-moe", overrides, nproc), asked
 
 
-def _refuse_idle(against: str | None, layouts: Sequence[str]) -> None:
+def _refuse_idle(against: str | None, layouts: Sequence[str], of_runs: Sequence[str]) -> None:
+    """Refuse a request in which something would not be looked at; `of_runs` compare two runs."""
     if against is None and not layouts:
         raise RequestError(
             "validate.nothing",
             what="nothing to compare with",
             wanted="--against REF, or --layouts pp=2,ep=2, or --layouts all",
             next_step="pith validate --against HEAD",
+        )
+    if against is None and of_runs:
+        raise RequestError(
+            "validate.options",
+            what="these options say how two runs are compared, and there are none",
+            found=", ".join(of_runs),
+            wanted="--against REF beside them",
+            next_step="leave them out, or add --against HEAD",
         )
     if environment.joined(os.environ):
         raise RequestError(
@@ -176,7 +192,8 @@ def _layouts(recipe: Recipe, asked: Sequence[str], *, device: DeviceName) -> Fin
     found = parity.check_layouts(
         recipe, tuple(dict.fromkeys((*several, *named))), device=device, say=output.say
     )
-    return Findings(found.checks, found.data)
+    no_ratios = {"speed_ratio": None, "memory_ratio": None}  # two runs have them
+    return Findings(found.checks, found.data | no_ratios)
 
 
 def _against(ref: str, wanted: Wanted) -> Findings:
@@ -200,7 +217,8 @@ def _against(ref: str, wanted: Wanted) -> Findings:
     costs = cost_checks(found, min_speed=wanted.min_speed, max_memory=wanted.max_memory)
     checks = (*checks, *found.checks, *costs)
     if wanted.html is not None:
-        output.write_whole(wanted.html, text=telling.html(found, checks))
+        page = telling.html(found, checks)
+        output.write_whole(wanted.html, text=page, option="--html")
     html = str(wanted.html) if wanted.html else None
     return Findings(
         checks, {**found.data, "folder": str(folder), "html": html}, telling.text(found)

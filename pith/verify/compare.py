@@ -169,7 +169,9 @@ def _quantity_check(name: str, own: Sequence[Difference], tolerance: Tolerance) 
         return Check(name, False, f"{beyond[0]}{more}", wanted, f"step {beyond[0].step}")
     worst = max(own, key=lambda d: d.relative)
     found = f"at most {worst.relative:.1e} (step {worst.step})" if worst.relative else "equal"
-    return Check(name, True, f"{found} in {len(own)} steps", wanted)
+    return Check(
+        name, True, f"{found} in {len(own)} {'step' if len(own) == 1 else 'steps'}", wanted
+    )
 
 
 def _mean_loss_check(differences: Sequence[Difference], tolerance: Tolerance) -> Check:
