@@ -182,7 +182,7 @@ def _writing(path: Path, option: str) -> Iterator[None]:
 def _unwritable(path: Path, option: str, *, cause: str) -> RequestError:
     return RequestError(
         "output.unwritable",
-        what="this file cannot be written",
+        what="it cannot be written there",
         found=cause,
         wanted="a file path inside an existing folder that can be written",
         where=f"{option} {path}",
