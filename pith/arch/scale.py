@@ -49,6 +49,11 @@ MOST_EXPERTS = 8
 MOST_INTERVAL = 4
 HIDDEN_SIZE = 32
 LEAST_HEAD_DIM = 4  # where it is not given: hidden_size over the heads
+# With scaled rope: enough pairs of channels that fast, middle and slow ones are among them.
+ROPE_TABLES = ("rope_scaling", "rope_parameters")
+ROPE_WIDTHS = ("head_dim", "qk_rope_head_dim")
+SCALED_ROPE_WIDTH = 16
+FACTORS = ("short_factor", "long_factor")  # of such a table: one for each pair of channels
 LAYERS = 4
 MOST_LAYERS = 6
 # So large that no gradient drowns in the rounding of float32.
@@ -61,17 +66,23 @@ def scale_down(
     """The fields of a tiny model of the same family, kinds of layers and flags as `config`.
 
     Kept are the ratio of query to key heads, which kinds of layers there are and in what rhythm,
-    tied weights, and more than one expert a token where there was. Nothing becomes larger than it
+    tied weights, and more than one expert a token where there was. Rope that scales some
+    frequencies otherwise than others keeps its constants, and heads wide enough for all of them.
+    Nothing becomes larger than it
     was, but for `initializer_range`. There are at least `least_layers` layers and a multiple of
     `expert_ranks` experts, as far as `config` has so many. Values of a wrong type are left for
     the reader of the config to refuse.
     """
     small = dict(config)
-    for key, most in (dict(CAPS) | dict.fromkeys(INTERVALS, MOST_INTERVAL)).items():
+    caps = dict(CAPS) | dict.fromkeys(INTERVALS, MOST_INTERVAL)
+    if _has_scaled_rope(config):
+        caps |= dict.fromkeys(ROPE_WIDTHS, SCALED_ROPE_WIDTH)
+    for key, most in caps.items():
         if _is_count(small.get(key)):
             small[key] = min(small[key], most)
     small |= _experts(config, expert_ranks)
     small |= _heads(config)
+    small |= _rope_factors(config, small)
     small |= _layers(config, _num_layers(small, least_layers))
     small |= _token_ids(small)
     small["initializer_range"] = _wider(config.get("initializer_range"))
@@ -95,10 +106,44 @@ def _heads(config: Mapping[str, Any]) -> dict[str, int]:
     small = {"num_attention_heads": heads // kv_heads * few}
     if "num_key_value_heads" in config:
         small["num_key_value_heads"] = few
-    head_dim = 1 if _is_count(config.get("head_dim")) else LEAST_HEAD_DIM
+    least = SCALED_ROPE_WIDTH if _has_scaled_rope(config) else LEAST_HEAD_DIM
+    head_dim = 1 if _is_count(config.get("head_dim")) else least
     unit = small["num_attention_heads"] * head_dim
     small["hidden_size"] = min(hidden, -(-HIDDEN_SIZE // unit) * unit)
     return small
+
+
+def _has_scaled_rope(config: Mapping[str, Any]) -> bool:
+    """Whether a rope table, or one inside it for some layers, is of another type than default."""
+    tables = [table for key in ROPE_TABLES if isinstance(table := config.get(key), Mapping)]
+    inner = [value for table in tables for value in table.values() if isinstance(value, Mapping)]
+    kinds = [table.get(key) for table in (*tables, *inner) for key in ("type", "rope_type")]
+    return any(kind not in (None, "default") for kind in kinds)
+
+
+def _rope_factors(config: Mapping[str, Any], small: Mapping[str, Any]) -> dict[str, Any]:
+    """Rope tables with a list of factors cut to the pairs of a head that are left, from all over
+    the list."""
+    before, after = _head_dim(config), _head_dim(small)
+    cut = {}
+    for key in ROPE_TABLES:
+        if isinstance(table := config.get(key), Mapping) and before > after:
+            lists = {name: table[name] for name in FACTORS if isinstance(table.get(name), list)}
+            cut[key] = dict(table) | {
+                name: _all_over(factors, len(factors) * after // before)
+                for name, factors in lists.items()
+                if factors
+            }
+    return cut
+
+
+def _head_dim(config: Mapping[str, Any]) -> int:
+    """The width of a head, given or derived; 0 where neither can be."""
+    given, hidden = config.get("head_dim"), config.get("hidden_size")
+    heads = config.get("num_attention_heads")
+    if _is_count(given):
+        return given
+    return hidden // heads if _is_count(hidden) and _is_count(heads) else 0
 
 
 def _num_layers(small: Mapping[str, Any], least: int) -> int:
@@ -132,10 +177,8 @@ def _layers(config: Mapping[str, Any], most: int) -> dict[str, Any]:
 def _cut(kinds: Sequence[Any], most: int) -> list[Any]:
     """`most` of these layers, with every kind among them: the first ones, or some from all over
     the model, or the first ones with what they lack at the end."""
-    last = len(kinds) - 1
-    all_over = [kinds[round(n * last / max(most - 1, 1))] for n in range(most)]
     first = list(kinds[:most])
-    for some in (first, all_over):
+    for some in (first, _all_over(kinds, most)):
         if all(kind in some for kind in kinds):
             return some
     lacking: list[Any] = []
@@ -143,6 +186,12 @@ def _cut(kinds: Sequence[Any], most: int) -> list[Any]:
         if kind not in first and kind not in lacking:
             lacking.append(kind)
     return [*first[: max(most - len(lacking), 0)], *lacking][:most]
+
+
+def _all_over(values: Sequence[Any], most: int) -> list[Any]:
+    """`most` of these values, spread evenly from the first to the last."""
+    last = len(values) - 1
+    return [values[round(n * last / max(most - 1, 1))] for n in range(most)]
 
 
 def _token_ids(small: Mapping[str, Any]) -> dict[str, Any]:

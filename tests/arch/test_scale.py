@@ -2,6 +2,7 @@
 
 import json
 from importlib.resources import files
+from math import inf, pi
 
 import pytest
 
@@ -166,6 +167,55 @@ def test_kinds_of_layers_are_cut_to_the_same_length_and_none_is_lost():
     assert small["n_routed_experts"] % small["n_group"] == 0
     assert 1 < small["topk_group"] < small["n_group"]
     assert 0 < small["first_k_dense_replace"] < small["num_hidden_layers"]
+
+
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA3 |= {"original_max_position_embeddings": 8192}
+# Turns within the original context below which a pair is scaled, and above which it is not.
+BANDS = {
+    "llama3": [(0, 1), (1, 4), (4, inf)],
+    "yarn": [(0, 1), (1, 32), (32, inf)],
+}
+YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+
+
+def wavelengths(small):
+    """Positions a full turn of each pair of channels takes."""
+    width = small.get("head_dim") or small["hidden_size"] // small["num_attention_heads"]
+    return [2 * pi * small["rope_theta"] ** (2 * n / width) for n in range(width // 2)]
+
+
+@pytest.mark.parametrize("config", [MIXTRAL, QWEN3], ids=["head derived", "head given"])
+def test_scaled_rope_keeps_fast_middle_and_slow_channels(config):
+    small = scale_down(config | {"rope_theta": 5e5, "rope_scaling": LLAMA3})
+    assert small["rope_scaling"] == LLAMA3
+    turns = [8192 / length for length in wavelengths(small)]
+    assert [sum(few <= turn < more for turn in turns) for few, more in BANDS["llama3"]] == [3, 1, 4]
+    small = scale_down(config | {"rope_scaling": YARN})
+    assert small["rope_scaling"] == YARN
+    turns = [32768 / length for length in wavelengths(small)]
+    assert [sum(few <= turn < more for turn in turns) for few, more in BANDS["yarn"]] == [3, 2, 3]
+    plain = config | {"rope_scaling": {"rope_type": "default"}}
+    assert len(wavelengths(scale_down(plain))) == len(wavelengths(scale_down(config))) <= 4
+
+
+def test_scaled_rope_of_some_layers_or_of_a_part_of_the_head_counts_too():
+    tables = {"full_attention": YARN, "sliding_attention": {"rope_type": "default"}}
+    assert scale_down(QWEN3 | {"rope_parameters": tables})["head_dim"] == 16
+    assert (
+        scale_down(QWEN3 | {"rope_scaling": YARN, "qk_rope_head_dim": 64})["qk_rope_head_dim"] == 16
+    )
+
+
+def test_a_factor_for_each_pair_of_channels_is_left_in_scaled_rope():
+    factors = {"short_factor": list(range(64)), "long_factor": list(range(64, 128))}
+    long = {"type": "longrope", "original_max_position_embeddings": 4096} | factors
+    for config in (MIXTRAL, QWEN3):
+        table = scale_down(config | {"rope_scaling": long})["rope_scaling"]
+        assert [table["short_factor"][n] for n in (0, -1)] == [0, 63]
+        assert len(table["short_factor"]) == len(table["long_factor"]) == 8
+        assert table["original_max_position_embeddings"] == 4096
+    assert long["short_factor"] == list(range(64))
 
 
 def test_what_is_small_already_stays():
