@@ -277,5 +277,16 @@ def test_an_environment_that_cannot_be_made_says_so(
     assert commands
 
 
-def test_nothing_to_compare_with_is_refused() -> None:
-    assert run(["validate"]) == RequestError.exit_status
+@pytest.mark.parametrize(
+    "words",
+    [
+        [],
+        ["--layouts", "pp=2", "--html", "page.html"],
+        ["--layouts", "pp=2", "--min-speed", "0.9"],
+        ["--layouts", "pp=2", "--reordered"],
+        ["tiny-moe", "qwen3-0.6b", "--against", "HEAD"],
+        ["qwen3-30b-a3b", "--layouts", "pp=2"],
+    ],
+)
+def test_what_would_not_be_looked_at_is_refused(words: list[str]) -> None:
+    assert run(["validate", *words]) == RequestError.exit_status
