@@ -36,14 +36,15 @@ class SilentMeter:
 def build_whole(
     architecture: Architecture, dtype: torch.dtype, *, sink: GradSink | None = None
 ) -> Stage:
-    """The model in one stage, its values drawn from one seed: the same in every dtype."""
+    """The model in one stage, its values drawn from one seed: the same in float32 and float64."""
     (stage,) = build_cut(architecture, 1, dtype=dtype, sink=sink)
     as_module(stage).to_empty(device="cpu")
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for spec in architecture.parameters():
             values = torch.randn(spec.shape, generator=generator, dtype=torch.float64)
-            stage.get_parameter(spec.name).copy_(spec.fill + _spread(spec) * values)
+            values = (spec.fill + _spread(spec) * values).float()
+            stage.get_parameter(spec.name).copy_(values)
     if architecture.tie_word_embeddings:
         stage.tie_to(stage.get_parameter(embedding_name(architecture)))
     return stage

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from importlib.resources import files
+from math import inf, nextafter
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,9 @@ from pith.models.stage import DecoderStage
 from pith.report import Check
 from pith.verify.model import check_model, check_tiny, families, find, variants
 from pith.verify.model_facts import check_facts
+from pith.verify.model_parity import Gap, Oracle
 from pith.verify.subject import Subject, distance
+from pith.verify.transformers_model import Outcome
 
 Patch = pytest.MonkeyPatch
 Break = Callable[[Patch], None]
@@ -354,6 +357,44 @@ def test_what_is_not_finite_fails(monkeypatch: Patch) -> None:
     attention_not_finite(monkeypatch)
     found = failed(list(check_tiny(subject("dense"))))
     assert found.keys() >= PARITY | {BY_HAND, SINK}
+
+
+def test_what_only_float32_rounds_away_is_found(monkeypatch: Patch) -> None:
+    def change(swiglu: Any, gate: Tensor, up: Tensor) -> Tensor:
+        out = swiglu(gate, up)
+        return out.to(torch.float16).to(out.dtype) if out.dtype is torch.float32 else out
+
+    operator(monkeypatch, "swiglu", change)
+    found = failed(list(check_tiny(subject())))
+    assert (
+        {"logits, float32", "every gradient, float32"}
+        <= set(found)
+        <= {name for name in PARITY if name.endswith("float32")}
+    )
+    assert "(limit 1.0" in found["logits, float32"].found
+
+
+@pytest.mark.parametrize(
+    ("own", "limit"), [(0.0, 1e-5), (2e-6, 1e-5), (1e-5, 4e-5), (1e-2, 1e-4), (inf, 1e-4)]
+)
+def test_float32_may_be_a_few_times_as_far_off_as_that_of_transformers(
+    own: float, limit: float
+) -> None:
+    exact = torch.ones(8, dtype=torch.float64)
+    outcome = Outcome(exact, exact, {}, {}, None)
+    for dtype, wanted in ((torch.float32, limit), (torch.float64, 1e-10)):
+        oracle = Oracle(dtype, outcome, outcome)
+        for times, ok in ((0.99, True), (1.01, False)):
+            gap = oracle.gap(exact * (1 + times * wanted), exact, exact * (1 + own))
+            assert gap.ok is ok
+            assert gap.limit == pytest.approx(wanted)
+
+
+def test_a_gap_that_fails_never_reads_like_its_limit() -> None:
+    assert str(Gap(2e-5, 1e-5)) == "2.0e-05 apart (limit 1.0e-05)"
+    assert str(Gap(1.0004e-5, 1e-5)) == "1.0004e-05 apart (limit 1.0000e-05)"
+    assert str(Gap(nextafter(1e-5, 1), 1e-5)).count("1.0000000000") == 2
+    assert str(Gap(inf, 1e-5)) == "inf apart (limit 1.0e-05)"
 
 
 def test_a_head_that_stays_untied_is_found(monkeypatch: Patch) -> None:
