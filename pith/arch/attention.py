@@ -20,12 +20,23 @@ def read_heads(fields: FieldReader, *, may_derive_width: bool) -> dict[str, Any]
 
 
 def _read_head_dim(fields: FieldReader, *, may_derive: bool) -> int:
-    hidden, heads = fields.get("hidden_size"), fields.get("num_attention_heads")
-    default = None
-    if may_derive and type(hidden) is int and type(heads) is int and 0 < heads <= hidden:
-        default = hidden // heads
-    head_dim = fields.size("head_dim", default=default)
+    if may_derive and fields.get("head_dim") is None:
+        return _derived_head_dim(fields)
+    head_dim = fields.size("head_dim")
     if fields.holds("head_dim") and head_dim % 2:
         nearest = (str(head_dim - 1), str(head_dim + 1))
         fields.fault("head_dim", "an even number: rope rotates pairs", nearest=nearest)
+    return head_dim
+
+
+def _derived_head_dim(fields: FieldReader) -> int:
+    """hidden_size over the heads; where one of them is no size, that alone is the fault."""
+    hidden, heads = fields.get("hidden_size"), fields.get("num_attention_heads")
+    if type(hidden) is not int or type(heads) is not int or min(hidden, heads) < 1:
+        return 2
+    head_dim = hidden // heads
+    if head_dim % 2 or not head_dim:
+        wanted = f"{heads} attention heads of an even width: rope rotates pairs"
+        fields.fault("hidden_size", wanted)
+        return 2
     return head_dim

@@ -14,7 +14,7 @@ from pith.arch.parameter import ParameterSpec, Role
 MAX_LAYERS = 1024
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)  # no slots: with them super() fails before Python 3.14
 class Decoder:
     """A pre-norm decoder with grouped-query attention. `num_experts` is 0 for a dense model.
 

@@ -36,6 +36,10 @@ class FieldReader:
         self._asked.add(key)
         return self._config.get(key)
 
+    def leave(self, key: str) -> None:
+        """Count `key` as not read, after all."""
+        self._asked.discard(key)
+
     def fault(self, key: str, wanted: str, *, nearest: tuple[str, ...] = ()) -> None:
         """Record that the value at `key` is not what is wanted."""
         found = repr(self._config[key]) if key in self._config else "nothing"

@@ -16,7 +16,7 @@ from pith.arch.rope import read_rope_base
 MODEL_TYPES = ("qwen3_moe", "qwen3")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Qwen3(Decoder):
     """The sizes of one model, and which of its layers are dense."""
 
@@ -88,7 +88,8 @@ def _read_layers(fields: FieldReader, key: str) -> tuple[int, ...]:
     if value is None:
         return ()
     whole = isinstance(value, list | tuple) and all(type(layer) is int for layer in value)
-    if not whole or not all(x >= 0 and (type(count) is not int or x < count) for x in value):
+    is_counted = type(count) is int and count > 0
+    if not whole or not all(x >= 0 and (not is_counted or x < count) for x in value):
         fields.fault(key, f"a list of layer numbers below num_hidden_layers ({count})")
         return ()
     return tuple(value)

@@ -6,17 +6,23 @@ from typing import Any
 from pith.arch.fields import FieldReader, is_positive
 
 
-def read_rope_base(fields: FieldReader) -> float:
-    """The rope base, from either spelling; any scaling of it is refused by name."""
+def read_rope_base(fields: FieldReader, *, leaves_scaling: bool = False) -> float:
+    """The rope base, from either spelling; any scaling of it is refused by name.
+
+    With `leaves_scaling` a table that scales counts as not read: a family that has yet to implement
+    it is told so by its checks.
+    """
     bases = {} if fields.get("rope_theta") is None else {"rope_theta": fields.get("rope_theta")}
     for key in ("rope_scaling", "rope_parameters"):
         table = fields.get(key)
         if table is None:
             continue
-        kind = _rope_kind(table)
-        if kind != "default":
+        kind = rope_kind(table)
+        if kind != "default" and leaves_scaling:
+            fields.leave(key)
+        elif kind != "default":
             fields.fault(key, f"rope of type default; {kind} is not implemented for this family")
-        elif table.get("rope_theta") is not None:
+        if isinstance(table, Mapping) and table.get("rope_theta") is not None:
             bases[key] = table["rope_theta"]
     where = next(iter(bases), "rope_theta")
     if not bases or not all(is_positive(base) for base in bases.values()):
@@ -27,7 +33,7 @@ def read_rope_base(fields: FieldReader) -> float:
     return float(bases[where])
 
 
-def _rope_kind(table: Any) -> str:
+def rope_kind(table: Any) -> str:
     """What a rope table asks for: "default", or the name of what goes beyond it."""
     if not isinstance(table, Mapping):
         return repr(table)

@@ -6,9 +6,10 @@ from typing import Annotated, Any
 import typer
 
 from pith.cli.output import check_out, conclude, emit, failure_to
+from pith.config.faults import shown
 from pith.report import Check, Report
 from pith.scaffold.changes import Change, write
-from pith.scaffold.facts import assumptions
+from pith.scaffold.facts import assumptions, scaled_rope
 from pith.scaffold.family import Family
 from pith.scaffold.given import read
 from pith.scaffold.plan import checkout, plan
@@ -85,8 +86,9 @@ def _next(family: Family, unread: tuple[str, ...]) -> list[str]:
     """The commands that prove the family, then what the config shows to be missing."""
     name, fields, facts = family.name, family.given.fields, facts_path(family.name)
     steps = [f"pith check model {name}", f"pith train {name} --dry-run"]
+    scaled = scaled_rope(fields)
     for key in unread:
-        value = repr(fields.get(key))[:60]
+        value = f"type {scaled[key]}" if key in scaled else shown(fields.get(key))
         steps.append(f"{facts} examine: read {key} ({value} in this config), or refuse it by name")
     steps += [f"{facts} examine: {text}: say what is right" for text in assumptions(fields)]
     return steps

@@ -10,8 +10,9 @@ from types import MappingProxyType
 from typing import Any
 
 from pith.arch.experts import COUNTS
-from pith.arch.fields import FieldReader, is_positive
-from pith.arch.rope import read_rope_base
+from pith.arch.fields import FieldReader
+from pith.arch.rope import rope_kind
+from pith.arch.scale import ROPE_TABLES
 from pith.scaffold.family import NORM_KEYS, NORMED_HEADS, Family
 
 # Keys of variants, with the values at which a plain decoder is what they ask for.
@@ -40,6 +41,7 @@ VARIANTS: Mapping[str, tuple[Any, ...]] = MappingProxyType(
     }
 )
 ROPE_BASE = 10000.0  # where a config leaves it out
+BALANCE = "router_aux_loss_coef"
 EXPERT_WIDTH, DENSE_WIDTH = "moe_intermediate_size", "intermediate_size"
 
 
@@ -92,7 +94,7 @@ def assumptions(config: Mapping[str, Any]) -> Iterator[str]:
     """What the config leaves open, and what is taken for it."""
     if has_experts(config) and config.get("norm_topk_prob") is None:
         yield "norm_topk_prob is not in the config; weights of the top k are made to sum to 1"
-    if not has_plain_rope(config) and _theta(config) is None:
+    if not has_rope_base(config):
         yield f"no rope base is in the config; {ROPE_BASE:g} is taken"
 
 
@@ -101,24 +103,33 @@ def _variants(family: Family) -> dict[str, tuple[Any, ...]]:
     return dict(VARIANTS) | dict.fromkeys(NORM_KEYS, (normed,))
 
 
-def has_plain_rope(config: Mapping[str, Any]) -> bool:
-    """Whether the rope of the config is the plain one."""
-    reader = FieldReader(config)
-    read_rope_base(reader)
-    return not reader.faults
+def has_rope_base(config: Mapping[str, Any]) -> bool:
+    """Whether the config says what its rope base is, sound or not."""
+    tables = (config, *(config.get(key) for key in ROPE_TABLES))
+    bases = [table.get("rope_theta") for table in tables if isinstance(table, Mapping)]
+    return any(base is not None for base in bases)
+
+
+def scaled_rope(config: Mapping[str, Any]) -> dict[str, str]:
+    """The rope tables that plain parts do not understand: key -> its type, and what is with it."""
+    tables = {key: config[key] for key in ROPE_TABLES if config.get(key) is not None}
+    kinds = {key: rope_kind(table) for key, table in tables.items()}
+    return {key: kind for key, kind in kinds.items() if kind != "default"}
+
+
+def read_balance(fields: FieldReader) -> float | None:
+    """The weight of the load-balance loss in training; None where the config leaves it open."""
+    value = fields.get(BALANCE)
+    if value is None:
+        return None
+    is_off = type(value) in (int, float) and value == 0
+    return 0.0 if is_off else fields.number(BALANCE)
 
 
 def _rope(config: Mapping[str, Any]) -> str:
-    if has_plain_rope(config):
-        return "read_rope_base(fields)"
-    return f'fields.number("rope_theta", default={_theta(config) or ROPE_BASE!r})'
-
-
-def _theta(config: Mapping[str, Any]) -> float | None:
-    """The rope base beside a scaling that is not understood."""
-    tables = (config, config.get("rope_parameters"), config.get("rope_scaling"))
-    bases = [table.get("rope_theta") for table in tables if isinstance(table, Mapping)]
-    return next((float(base) for base in bases if is_positive(base)), None)
+    if not has_rope_base(config):
+        return f'fields.number("rope_theta", default={ROPE_BASE!r})'
+    return f"read_rope_base(fields{', leaves_scaling=True' if scaled_rope(config) else ''})"
 
 
 def _literal(value: Any) -> str:

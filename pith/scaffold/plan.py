@@ -5,12 +5,14 @@ from pathlib import Path
 from typing import Any
 
 import pith
+from pith.arch.fields import FieldReader
 from pith.errors import Fault, RequestError, UnavailableError
 from pith.scaffold import arms, names
 from pith.scaffold.changes import Change
+from pith.scaffold.facts import read_balance
 from pith.scaffold.family import Family, family_of, start_of
 from pith.scaffold.given import Given, parse
-from pith.scaffold.texts import config_path, facts_path, new_files
+from pith.scaffold.texts import config_path, facts_path, facts_text, new_files
 
 # What an installed package does not have beside it.
 CHECKOUT = ("pyproject.toml", "AGENTS.md", "tests/models")
@@ -37,14 +39,16 @@ def plan(name: str, given: Given, *, like: str | None, root: Path) -> tuple[Fami
     """The family, and every file that it has or touches, in the order of writing.
 
     The shared files come last: a family that is half written is one that nothing imports. Raises
-    RequestError where the name, the model type or the family to begin with cannot be.
+    RequestError where the name, the model type, the family to begin with or a value of the config
+    cannot be.
     """
     names.check_form(name)
     _refuse_other_config(name, given, root=root)
     _refuse_served(name, given.model_type)
+    family = Family(name, given, start_of(given.fields, like=_other(like, name)))
     if not (root / facts_path(name)).exists():
         names.check_meaning(name, root=root)
-    family = Family(name, given, start_of(given.fields, like=_other(like, name)))
+        _refuse_impossible(family)
     changes = [
         Change(path, _content(root / path), after, is_shared=False)
         for path, after in new_files(family).items()
@@ -105,6 +109,26 @@ def _refuse_served(name: str, model_type: str) -> None:
             where="--config",
             next_step=f"pith check model {family}",
             faults=(fault,),
+        )
+
+
+def _refuse_impossible(family: Family) -> None:
+    """Run the facts of the family before they are a file; a key that they miss is for later, as it
+    may stand there under another name, but a value that is there and cannot be is refused."""
+    module: dict[str, Any] = {"__name__": f"pith.arch.{family.name}"}
+    exec(facts_text(family), module)
+    fields = FieldReader(family.given.fields)
+    module[family.class_name].examine(fields)
+    read_balance(fields)
+    faults = tuple(f for f in fields.faults if family.given.fields.get(f.where) is not None)
+    if faults:
+        count = f"{len(faults)} values" if len(faults) > 1 else "a value"
+        raise RequestError(
+            "scaffold.impossible",
+            what=f"the config has {count} that no model can have",
+            where="--config",
+            next_step="correct the config, or take it from the Hub once more",
+            faults=faults,
         )
 
 

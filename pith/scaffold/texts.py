@@ -6,8 +6,9 @@ from importlib.resources import files
 from string import Template
 from textwrap import dedent, indent
 
+from pith.arch.fields import FieldReader
 from pith.arch.scale import scale_down
-from pith.scaffold.facts import has_experts, has_plain_rope, refusals, sizes
+from pith.scaffold.facts import has_experts, has_rope_base, read_balance, refusals, sizes
 from pith.scaffold.family import PLAIN, Family
 from pith.scaffold.layout import layout_of
 
@@ -85,7 +86,8 @@ def recipe_text(family: Family) -> str:
     longest = fields.get("max_position_embeddings")
     limit = longest if type(longest) is int and longest > 0 else LONGEST_SEQUENCE
     num_gpus = layout.pp * layout.ep
-    return _filled(
+    coefficient = read_balance(FieldReader(fields)) if has_experts(fields) else None
+    text = _filled(
         "recipe",
         class_name=family.class_name,
         gpus=f"{num_gpus} GPUs" if num_gpus > 1 else "one GPU",
@@ -94,6 +96,7 @@ def recipe_text(family: Family) -> str:
         schedule=layout.schedule,
         sequence_length=min(limit, LONGEST_SEQUENCE),
     )
+    return text if coefficient is None else f"{text}\n[balance]\ncoefficient = {coefficient}\n"
 
 
 def _summary(family: Family) -> str:
@@ -118,7 +121,7 @@ def _imports(family: Family) -> Iterator[str]:
         lines.append("from pith.arch.parameter import ParameterSpec")
     else:
         lines.append(f"from pith.arch.{start.family} import {start.arch}")
-    if has_plain_rope(fields):
+    if has_rope_base(fields):
         lines.append("from pith.arch.rope import read_rope_base")
     yield from sorted(lines)
 

@@ -170,6 +170,48 @@ def test_a_model_type_that_another_family_serves_is_refused(
     assert "the family qwen3 serves model_type 'qwen3_moe' already" in said
 
 
+@pytest.mark.parametrize("words", [(), ("--dry-run",)], ids=str)
+def test_values_that_no_model_can_have_are_refused_together_and_none_twice(
+    *, root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], words: tuple[str, ...]
+) -> None:
+    wrong = {"hidden_size": -1, "num_key_value_heads": 7}
+    wrong |= {"vocab_size": "many", "num_experts_per_tok": 65, "rope_theta": 0}
+    wrong |= {"router_aux_loss_coef": -0.5, "tie_word_embeddings": "no"}
+    config = FIELDS | {"model_type": "fresh"} | wrong
+    del config["num_hidden_layers"]  # may stand there under another name
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config))
+    said = refused(root, capsys, "fresh", "--config", str(path), *words)
+    assert f"the config has {len(wrong)} values that no model can have" in said
+    told = re.findall(r"^  (\w+): found ", said, flags=re.MULTILINE)
+    assert sorted(told) == sorted(wrong)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        ({"hidden_size": 24}, "hidden_size: found 24, wanted 16 attention heads of an even width"),
+        ({"hidden_size": 8}, "hidden_size: found 8, wanted 16 attention heads of an even width"),
+        ({"head_dim": 7}, "head_dim: found 7, wanted an even number"),
+        ({"num_attention_heads": "16"}, "num_attention_heads: found '16', wanted a whole number"),
+    ],
+    ids=str,
+)
+def test_a_width_that_heads_cannot_have_is_one_fault(
+    *,
+    root: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    wrong: dict[str, Any],
+    told: str,
+) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(FIELDS | {"model_type": "fresh"} | wrong))
+    said = refused(root, capsys, "fresh", "--config", str(path))
+    assert told in said
+    assert "a value that no model can have" in said
+
+
 def test_another_config_under_the_same_name_is_refused_with_both_values(
     root: Path, config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

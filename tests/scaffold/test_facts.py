@@ -1,13 +1,17 @@
 """How a config is read: by its own spellings, and only where plain parts do what it asks."""
 
 import ast
+import inspect
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from pith.arch.decoder import Decoder
+from pith.arch.fields import FieldReader
 from pith.config import Recipe
-from pith.scaffold.facts import assumptions
+from pith.scaffold.facts import assumptions, scaled_rope
 from pith.scaffold.family import Family, start_of
 from pith.scaffold.given import Given
 from pith.scaffold.layout import Layout, layout_of
@@ -105,20 +109,61 @@ def test_a_dense_family_has_no_experts() -> None:
             {"rope_theta": None, "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}},
             "read_rope_base(fields)",
         ),
-        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, 'fields.number("rope_theta", default='),
+        (
+            {"rope_scaling": {"type": "yarn", "factor": 4.0}},
+            "read_rope_base(fields, leaves_scaling=True)",
+        ),
         ({"rope_theta": None}, 'fields.number("rope_theta", default=10000.0)'),
         (
-            {"rope_theta": None, "rope_parameters": {"rope_type": "yarn", "rope_theta": 5e5}},
-            'fields.number("rope_theta", default=500000.0)',
+            {"rope_theta": None, "rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5}},
+            "read_rope_base(fields, leaves_scaling=True)",
         ),
     ],
 )
-def test_rope_is_read_where_it_is_plain_and_its_base_in_any_case(
+def test_rope_is_read_by_its_reader_and_scaling_stays_unread(
     changes: dict[str, Any], line: str
 ) -> None:
-    text = facts(DENSE | changes)
-    assert f"rope_theta={line}" in text
-    assert ("rope_scaling" in text, "rope_parameters" in text) == (False, False)
+    config = DENSE | changes
+    assert f"rope_theta={line}" in facts(config)
+    arch, faults = examined(config)
+    assert faults == []
+    assert arch.rope_theta == (5e5 if "rope_parameters" in changes else 1e4)
+    scaled = {"rope_scaling", "rope_parameters"} & changes.keys() if "leaves" in line else set()
+    assert set(arch.ignored) == scaled == set(scaled_rope(config))
+
+
+def test_scaled_rope_goes_by_its_type() -> None:
+    assert scaled_rope({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}) == {
+        "rope_scaling": "llama3 with factor"
+    }
+
+
+def examined(config: dict[str, Any], *, like: str | None = None, more: str = "") -> Any:
+    """What the facts make of a config, and their faults; `more` is code in their class."""
+    module: dict[str, Any] = {"__name__": "fresh"}
+    exec(facts(config, like=like) + more, module)
+    fields = FieldReader(config)
+    return module["Fresh"].examine(fields), fields.faults
+
+
+@pytest.mark.parametrize("like", [None, "qwen3"])
+def test_what_a_family_overrides_may_call_what_it_overrides(like: str | None) -> None:
+    given = {"layer": "0", "batch_size": "2", "length": "3", "sequence_length": "4"}
+    given |= {"name": "'norm.weight'", "spec": "self.parameters()[0]", "causal": "causal=True"}
+    names = [n for n in vars(Decoder) if not n.startswith("_") and callable(getattr(Decoder, n))]
+    left = ("from_config", "examine", *(["layer_parameters"] if like is None else []))
+    methods = [name for name in names if name not in left]
+    assert {"hf_name", "layer_costs", "is_moe", "parameters"} <= set(methods)
+    more = ""
+    for name in methods:
+        more += f"\n    def {name}(self, *args, **kwargs):\n"
+        more += f"        return super().{name}(*args, **kwargs)\n"
+    arch, _ = examined(MOE, like=like, more=more)
+    plain, _ = examined(MOE, like=like)
+    for name in methods:
+        words = [given[p] for p in inspect.signature(getattr(plain, name)).parameters]
+        call = f"self.{name}({', '.join(words)})"
+        assert eval(call, {"self": arch}) == eval(call, {"self": plain})
 
 
 def test_what_the_config_leaves_open_is_told() -> None:
@@ -168,3 +213,15 @@ def test_a_recipe_is_whole(tmp_path: Any, longest: Any) -> None:
     recipe = Recipe.load(str(tmp_path))
     assert recipe.training.sequence_length == (256 if longest == 256 else 4096)
     assert recipe.parallel.pp == 4
+
+
+@pytest.mark.parametrize(("value", "wanted"), [(0.02, 0.02), (0, 0.0), (None, 0.001)])
+def test_a_recipe_balances_experts_as_its_config_says(
+    tmp_path: Path, value: float | None, wanted: float
+) -> None:
+    config = MOE | {"model_type": "qwen3_moe", "norm_topk_prob": True, "head_dim": 128}
+    config |= {"moe_intermediate_size": 512, "router_aux_loss_coef": value}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "recipe.toml").write_text(recipe_text(family(config)))
+    assert Recipe.load(str(tmp_path)).balance.coefficient == wanted
+    assert "[balance]" not in recipe_text(family(DENSE | {"router_aux_loss_coef": value}))

@@ -221,7 +221,7 @@ def test_the_worked_example_states_the_size_of_its_diff() -> None:
 
 
 def test_a_config_of_other_keys_is_added_and_told_to_fail(made: Made) -> None:
-    odd = {"model_type": "odd", "n_embd": 768, "hidden_act": "gelu_new", "num_experts": "8"}
+    odd = {"model_type": "odd", "n_embd": 768, "hidden_act": "gelu_new", "num_experts": 8}
     path = made.root / "odd.json"
     path.write_text(json.dumps(odd))
     done = pith(made.root, "add-model", "odd", "--config", str(path))
@@ -231,6 +231,6 @@ def test_a_config_of_other_keys_is_added_and_told_to_fail(made: Made) -> None:
     assert checks["the facts read the config"]["where"] == "pith/arch/odd.py"
     found = checks["the facts read the config"]["found"]
     assert "hidden_size: found nothing" in found
-    assert "num_experts: found '8'" in found
+    assert "num_experts_per_tok: found nothing" in found
     assert done.report["data"]["unread"] == ["hidden_act", "n_embd"]
     assert any("read n_embd (768 in this config)" in step for step in done.report["next"])
