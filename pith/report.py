@@ -16,13 +16,17 @@ SCHEMA = "pith/report/1"
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One thing that was checked. A check that could not run is not `ok`."""
+    """One thing that was checked. A check that could not run is not `ok`.
+
+    `details` is what is too long for a line; a command puts it into its data.
+    """
 
     name: str
     ok: bool
     found: str = ""
     wanted: str = ""
     where: str = ""
+    details: Mapping[str, Any] = field(default_factory=dict, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

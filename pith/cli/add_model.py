@@ -9,7 +9,7 @@ from pith.cli.output import check_out, conclude, emit, failure_to
 from pith.config.faults import shown
 from pith.report import Check, Report
 from pith.scaffold.changes import Change, write
-from pith.scaffold.facts import assumptions, scaled_rope
+from pith.scaffold.facts import assumptions, has_experts, scaled_rope
 from pith.scaffold.family import Family
 from pith.scaffold.given import read
 from pith.scaffold.plan import checkout, plan
@@ -85,7 +85,13 @@ def _compiled(changes: list[Change], root: Path) -> Check:
 def _next(family: Family, unread: tuple[str, ...]) -> list[str]:
     """The commands that prove the family, then what the config shows to be missing."""
     name, fields, facts = family.name, family.given.fields, facts_path(family.name)
-    steps = [f"pith check model {name}", f"pith train {name} --dry-run"]
+    layout = "pp=2,ep=2" if has_experts(fields) else "pp=2"
+    steps = [
+        f"pith check model {name}",
+        f"pith validate {name} --scale-down --layouts {layout}",
+        f"pith train {name} --dry-run",
+        f"pith train {name} --set data.corpus=PATH, with a PATH made by pith tokenize",
+    ]
     scaled = scaled_rope(fields)
     for key in unread:
         value = f"type {scaled[key]}" if key in scaled else shown(fields.get(key))

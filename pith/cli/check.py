@@ -44,14 +44,16 @@ def model_command(
 ) -> None:
     """Check models against transformers: names, counts, logits, gradients, FLOPs, five stages.
 
-    A family is checked at every tiny config in pith/verify/configs/FAMILY.
+    A family is checked at every tiny config in pith/verify/configs/FAMILY. The report's data:
+    details {check: {kind: [name]}} of names that differ.
     """
     check_out(out)
     with failure_to(out, verb="check model"):
         from pith.verify.model import check_model  # noqa: PLC0415
 
         checks = [*check_model(names)]
-    conclude(Report.of_checks("check model", checks, data={}), json=json, out=out)
+    data = {"details": {check.name: dict(check.details) for check in checks if check.details}}
+    conclude(Report.of_checks("check model", checks, data=data), json=json, out=out)
 
 
 def ops_command(

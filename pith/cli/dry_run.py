@@ -159,9 +159,11 @@ def _lines(
     for label, stage in zip(["stages", *[""] * len(plan.stages)], plan.stages, strict=False):
         yield f"{label:<10} {_stage_line(stage)}"
     name = f"{plan.pipeline.table.name}{', chosen by auto' if plan.pipeline.choice else ''}"
+    efficiency = plan.simulation.efficiency
+    more = " (above 1: pairs overlap)" if efficiency > 1 else ""
     yield (
         f"schedule   {name}; at the FLOPs of the layers efficiency "
-        f"{plan.simulation.efficiency:.3f}, bubble {_bubble_share(plan):.1%}"
+        f"{efficiency:.3f}{more}, bubble {_bubble_share(plan):.1%}"
     )
     yield draw.text(Timeline.planned(simulate(plan.pipeline.table)), width=width)
     for warning in warnings:

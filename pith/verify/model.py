@@ -141,6 +141,7 @@ def _unknown(name: str) -> RequestError:
     return RequestError(
         "model.not_found",
         what=str(fault),
-        next_step=f"pith check model {nearest[0]}",
+        next_step=f"pith check model {nearest[0]}; a family that pith does not have yet is made by "
+        "pith add-model NAME --config config.json",
         faults=(fault,),
     )

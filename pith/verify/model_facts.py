@@ -3,7 +3,10 @@
 Everything happens on the meta device, so that the largest model is checked within seconds.
 """
 
-from collections.abc import Iterator, Mapping
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from math import isclose, sqrt
 
 import torch
@@ -85,14 +88,16 @@ def _stages(subject: Subject) -> Iterator[Check]:
             table = wanted[whole_model.embedding_name(architecture)]
             heads = [name for name, shape in named if name not in wanted and shape == table]
             found = {name: shape for name, shape in found.items() if name not in heads[:1]}
-        faults |= dict.fromkeys(_differences(found, wanted))
+        apart = _apart(found, wanted, sides=("in the stages", "in the facts"))
+        faults |= dict.fromkeys(f"{kind} {name}" for kind in apart for name in apart[kind])
         if len(named) != len(dict(named)):
             faults["a name in two stages"] = None
         where = source_of(stages[0])
     yield subject.check(
         "canonical names and shapes",
         not faults,
-        found=some(faults) or f"{len(specs)} tensors in {', '.join(map(str, CUTS))} stages",
+        found=some(_collapsed([*faults]))
+        or f"{len(specs)} tensors in {', '.join(map(str, CUTS))} stages",
         wanted="those of the facts in every cut",
         where=f"{where}, {subject.facts_file}",
     )
@@ -107,14 +112,18 @@ def _hub_names(subject: Subject, wanted: Shapes) -> Check:
         shape = spec.shape[1:] if whole_model.numbers_experts(names) else spec.shape
         twice += [f"{name} twice" for name in names if name in found]
         found |= dict.fromkeys(names, shape)
-    faults = [*twice, *_differences(found, wanted)]
-    return subject.check(
+    apart = _apart(found, wanted, sides=("in pith", "on the Hub")) | (
+        {"twice": twice} if twice else {}
+    )
+    told = [f"{kind} {some(_collapsed(names))}" for kind, names in apart.items()]
+    check = subject.check(
         HUB_NAMES,
-        not faults,
-        found=some(faults) or f"{len(found)} tensors",
+        not apart,
+        found="; ".join(told) or f"{len(found)} tensors",
         wanted="those that transformers saves",
         where=f"{subject.facts_file} hf_name",
     )
+    return replace(check, details=apart)
 
 
 def _spreads(subject: Subject) -> Check:
@@ -139,13 +148,23 @@ def _spreads(subject: Subject) -> Check:
     )
 
 
-def _differences(found: Mapping[str, object], wanted: Mapping[str, object]) -> list[str]:
-    """What is missing, what is too much, and what has another shape."""
-    missing = [f"no {name}" for name in wanted if name not in found]
-    extra = [f"{name} too much" for name in found if name not in wanted]
+def _apart(found: Shapes, wanted: Shapes, *, sides: tuple[str, str]) -> dict[str, list[str]]:
+    """The names that only one side has, `wanted` first, and those that differ in shape, by kind."""
+    in_found, in_wanted = sides
     shapes = [
         f"{name} {shape}, not {wanted[name]}"
         for name, shape in found.items()
         if wanted.get(name, shape) != shape
     ]
-    return [*missing, *extra, *shapes]
+    apart = {
+        f"only {in_wanted}": [name for name in wanted if name not in found],
+        f"only {in_found}": [name for name in found if name not in wanted],
+        "of another shape": shapes,
+    }
+    return {kind: names for kind, names in apart.items() if names}
+
+
+def _collapsed(names: Sequence[str]) -> list[str]:
+    """Names that differ in numbers of layers and experts alone as one, and how many they are."""
+    counts = Counter(re.sub(r"(?<=\.)\d+(?=\.)", "*", name) for name in names)
+    return [f"{name} (x {count})" if count > 1 else name for name, count in counts.items()]

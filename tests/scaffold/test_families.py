@@ -136,10 +136,17 @@ def test_a_family_is_added_reads_its_config_and_trains(made: Made) -> None:
     assert {file["state"] for file in report["data"]["files"]} == {"new", "changed"}
     assert report["data"]["like"] == "plain"
     assert report["data"]["unread"] == ["clip_qkv"]
-    assert report["next"][:2] == ["pith check model olmoe", "pith train olmoe --dry-run"]
-    assert report["next"][2:] == [
+    assert report["next"][:4] == [
+        "pith check model olmoe",
+        "pith validate olmoe --scale-down --layouts pp=2,ep=2",
+        "pith train olmoe --dry-run",
+        "pith train olmoe --set data.corpus=PATH, with a PATH made by pith tokenize",
+    ]
+    assert report["next"][4:] == [
         "pith/arch/olmoe.py examine: read clip_qkv (None in this config), or refuse it by name"
     ]
+    recipe = (made.root / "pith" / "recipes" / "olmoe" / "recipe.toml").read_text()
+    assert recipe.endswith("[balance]\ncoefficient = 0.01\n")
 
 
 def test_what_is_written_is_in_the_style_of_the_house_and_typed(made: Made) -> None:
@@ -173,7 +180,9 @@ def test_a_family_fails_exactly_the_checks_that_are_still_to_be_met(made: Made) 
     assert f"{sum(told)} of {len(told)} checks held" in (EXAMPLE / "README.md").read_text()
     mixtral = made.checked.failed("mixtral")
     assert set(mixtral) == {"names and shapes on the Hub", "parity with transformers"}
-    assert "block_sparse_moe.experts.0." in mixtral["names and shapes on the Hub"]["found"]
+    names = mixtral["names and shapes on the Hub"]["found"]
+    assert "model.layers.*.block_sparse_moe.experts.*.w1.weight (x 32)" in names
+    assert "only in pith model.layers.*.mlp.gate.weight (x 4)" in names
 
 
 def test_a_family_of_plain_parts_needs_no_work(made: Made) -> None:
