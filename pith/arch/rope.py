@@ -40,4 +40,5 @@ def rope_kind(table: Any) -> str:
     names = {str(table[key]) for key in ("type", "rope_type") if table.get(key) is not None}
     more = {key for key in table if table[key] is not None} - {"type", "rope_type", "rope_theta"}
     extra = sorted(key for key in more if not (key == "partial_rotary_factor" and table[key] == 1))
-    return " with ".join(("/".join(sorted(names or {"default"})), *extra))
+    kind = "/".join(sorted(names or {"default"}))
+    return f"{kind} with {', '.join(extra)}" if extra else kind

@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 from dataclasses import dataclass
+from difflib import unified_diff
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,8 @@ from pith.scaffold.changes import write
 from pith.scaffold.given import read
 from pith.scaffold.plan import plan
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "add-olmoe"
+ROOT = Path(__file__).parents[2]
+EXAMPLE = ROOT / "examples" / "add-olmoe"
 MISTRAL = {
     "architectures": ["MistralForCausalLM"],
     "model_type": "mistral",
@@ -72,6 +74,15 @@ print(json.dumps({
     "sizes": [arch.num_experts, arch.top_k, arch.moe_intermediate_size, arch.rope_theta],
     "ignored": arch.ignored,
 }))
+"""
+
+
+# What Mixtral needs beyond its scaffold.
+NAMES = """
+    def hf_name(self, name: str) -> tuple[str, ...]:
+        new = {"mlp": "block_sparse_moe", "gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
+        names = super().hf_name(name)
+        return tuple(".".join(new.get(part, part) for part in name.split(".")) for name in names)
 """
 
 
@@ -191,13 +202,22 @@ def test_a_family_of_plain_parts_needs_no_work(made: Made) -> None:
     assert "mistral/tiny: every gradient, float64" in held
 
 
+def test_a_family_that_is_spelled_otherwise_needs_its_names_alone(made: Made) -> None:
+    facts = made.root / "pith" / "arch" / "mixtral.py"
+    facts.write_text(facts.read_text() + NAMES)
+    checked = pith(made.root, "check", "model", "mixtral")
+    assert checked.status == 0, checked.said
+    names = [check["name"] for check in checked.report["checks"]]
+    assert "mixtral/tiny: every gradient, float32" in names
+
+
 def test_a_family_like_another_has_its_tensors_and_keeps_the_rest_plain(made: Made) -> None:
     done = run(made.root, "-c", MEANING, "pith/verify/configs/normed/tiny.json")
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)
     assert told["stage"][:3] == ["NormedStage", "Qwen3Stage", "DecoderStage"]
     assert told["held"] == told["said"]
-    assert told["said"]["layers.0.self_attn.q_norm.weight"] == [8]
+    assert told["said"]["layers.0.self_attn.q_norm.weight"] == [16]
     assert told["sizes"] == [8, 2, 24, 5e5]
     assert told["ignored"] == ["rope_parameters"]
 
@@ -219,6 +239,20 @@ def test_the_worked_example_reaches_parity_and_is_kept_from_then_on(made: Made) 
     kept = [path for path, state in states.items() if state == "kept"]
     assert kept == ["pith/arch/olmoe.py", "pith/models/olmoe.py"]
     assert set(states.values()) == {"kept", "unchanged"}
+
+
+def test_the_worked_example_states_the_size_of_the_whole_family(made: Made) -> None:
+    _, changes = plan("olmoe", read(EXAMPLE / "config.json"), like=None, root=ROOT)
+    diff: list[str] = []
+    for change in changes:  # the shared files of the copy have other families in them too
+        after = change.after if change.is_shared else (made.root / change.path).read_bytes()
+        texts = [content.decode().splitlines() for content in (change.before or b"", after)]
+        diff += [*unified_diff(*texts, n=0)][2:]
+    added, removed = (sum(line.startswith(sign) for line in diff) for sign in "+-")
+    told = re.findall(
+        r"(\d+) lines added and (\d+)\s+removed in (\d+) files", (EXAMPLE / "README.md").read_text()
+    )
+    assert told == [(str(added), str(removed), str(len(changes)))]
 
 
 def test_the_worked_example_states_the_size_of_its_diff() -> None:
