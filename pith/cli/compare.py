@@ -5,22 +5,32 @@ first_unequal (the earliest of other bits), max_relative {loss, grad_norm, ...},
 speed_ratio and memory_ratio (B by A), tolerance, why, weights, recipe_differences, runs, html.
 """
 
+import math
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from pith.cli.output import check_out, conclude, failure_to, write_whole
+from pith.cli.output import check_out, conclude, failure_to, refuse_same, write_whole
 from pith.cli.recipe import Json, Out
 from pith.report import Report
 
 VERB = "compare"
 Reordered = Annotated[bool, typer.Option("--reordered", help="A change alters the order of sums.")]
+
+
+def _ratio(value: float | None) -> float | None:
+    if value is not None and not 0 < value < math.inf:  # such a bound would always hold
+        raise typer.BadParameter(f"{value:g} is no ratio above 0")
+    return value
+
+
 MinSpeed = Annotated[
-    float | None, typer.Option(min=0, help="The least tokens per second of B by those of A.")
+    float | None,
+    typer.Option(callback=_ratio, help="The least tokens per second of B by those of A."),
 ]
 MaxMemory = Annotated[
-    float | None, typer.Option(min=0, help="The most peak memory of B by that of A.")
+    float | None, typer.Option(callback=_ratio, help="The most peak memory of B by that of A.")
 ]
 Html = Annotated[
     Path | None, typer.Option(metavar="FILE", help="Write a page with the curves to this file.")
@@ -45,6 +55,7 @@ def compare_command(
     check_out(out)
     check_out(html, option="--html")
     with failure_to(out, verb=VERB):
+        refuse_same(out, html)
         # These load torch, which other commands do without.
         from pith.verify import telling  # noqa: PLC0415
         from pith.verify.compare import compare, cost_checks  # noqa: PLC0415

@@ -135,6 +135,18 @@ def check_out(path: Path | None, *, option: str = "--out") -> None:
             raise PermissionError(errno.EACCES, "no writable folder above")
 
 
+def refuse_same(out: Path | None, page: Path | None) -> None:
+    """Refuse one file for the report and the page: one would overwrite the other."""
+    if out is not None and page is not None and os.path.realpath(out) == os.path.realpath(page):
+        raise RequestError(
+            "output.same",
+            what="report and page cannot share a file",
+            found=str(out),
+            where="--out and --html",
+            next_step="name two files",
+        )
+
+
 def write_whole(path: Path, *, text: str, option: str = "--out") -> None:
     """Write `text` to `path` so that a reader sees the old content or all of the new.
 

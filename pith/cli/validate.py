@@ -95,6 +95,7 @@ def validate_command(
     output.check_out(out)
     output.check_out(html, option="--html")
     with output.failure_to(out, verb=VERB):
+        output.refuse_same(out, html)
         recipe, asked = _read(words or (), layouts or (), overrides or (), nproc=nproc)
         of_runs = {
             "--reordered": reordered,
@@ -113,7 +114,7 @@ def validate_command(
             ranks = (f"--nproc={nproc}",) if nproc else ()
             options = (*ranks, f"--device={device}", f"--timeout={timeout}")
             wanted = Wanted(recipe, steps, options, python, reordered, min_speed, max_memory, html)
-            found[VERB] = _against(against, wanted)
+            found[VERB] = _guarded(against, wanted)
     report = Report.of_checks(
         VERB,
         [check for part in found.values() for check in part.checks],
@@ -143,7 +144,7 @@ def _read(
             next_step="pith validate --help",
         )
     asked = [word for word in words if "=" in word]
-    asked += [layout for text in layouts for layout in text.split()]
+    asked += [layout for text in layouts for layout in text.split() or [text]]
     return Recipe.load(names[0] if names else "tiny-moe", overrides, nproc), asked
 
 
@@ -196,12 +197,19 @@ def _layouts(recipe: Recipe, asked: Sequence[str], *, device: DeviceName) -> Fin
     return Findings(found.checks, found.data | no_ratios)
 
 
+def _guarded(ref: str, wanted: Wanted) -> Findings:
+    from pith.verify.against import interrupted_by_sigterm  # noqa: PLC0415
+
+    with interrupted_by_sigterm():
+        return _against(ref, wanted)
+
+
 def _against(ref: str, wanted: Wanted) -> Findings:
     from pith.verify import against, telling  # noqa: PLC0415 - these load torch
     from pith.verify.compare import compare, cost_checks  # noqa: PLC0415
 
     tree, half = against.working_tree(), wanted.steps // 2
-    python = str(wanted.python) if wanted.python else None
+    python = _interpreter(wanted.python)
     with against.commit_tree(ref, tree, python=python, say=output.say) as baseline:
         folder = _new_folder(wanted.recipe.name)
         recipe = against.write_recipe(wanted.recipe, folder, steps=wanted.steps, break_after=half)
@@ -223,6 +231,24 @@ def _against(ref: str, wanted: Wanted) -> Findings:
     return Findings(
         checks, {**found.data, "folder": str(folder), "html": html}, telling.text(found)
     )
+
+
+def _interpreter(path: Path | None) -> str | None:
+    """The interpreter that was named, wherever runs take place."""
+    if path is None:
+        return None
+    # A link is kept: to a virtual environment its own path is what matters.
+    found = os.path.abspath(path)
+    if not os.path.isfile(found) or not os.access(found, os.X_OK):
+        raise RequestError(
+            "validate.python",
+            what="this is no interpreter",
+            found=str(path),
+            wanted="an executable of Python",
+            where="--python",
+            next_step="name one, such as .venv/bin/python",
+        )
+    return found
 
 
 def _new_folder(name: str) -> Path:

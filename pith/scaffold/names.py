@@ -14,6 +14,13 @@ FORM = re.compile(r"[a-z][a-z0-9]*(_[a-z0-9]+)*")
 # Where the names of all families meet: none of them may mean something else there.
 MEETING_PLACES = ("pith/arch/__init__.py", "pith/train/build.py")
 
+# What the modules of a family import.
+IN_ITS_FILES = frozenset({"Any", "Decoder", "DecoderLayer", "DecoderStage", "FieldReader"}) | {
+    "LayerTensors",
+    "ParameterSpec",
+    "Self",
+}
+
 
 def class_of(name: str) -> str:
     """The class of a family: mixtral_8x7b becomes Mixtral8x7b."""
@@ -28,7 +35,8 @@ def check_form(name: str) -> None:
     if taken.get(name, name) != name:
         found = f"as good as the shipped recipe {taken[name]}"
         raise _refused(name, found, f"model_{name}"[:MOST_LETTERS])
-    if keyword.iskeyword(name) or name in dir(builtins):
+    words = {*keyword.kwlist, *dir(builtins), "self", "plain", "pith"}
+    if {name, class_of(name), f"{class_of(name)}Error"} & words:
         raise _refused(name, "a word of Python", f"{spelled(name)}_model")
     if not FORM.fullmatch(name) or len(name) > MOST_LETTERS:
         raise _refused(name, "no such name", spelled(name))
@@ -48,6 +56,9 @@ def check_meaning(name: str, *, root: Path) -> None:
         if taken := {name, class_of(name)} & bound:
             found = f"{', '.join(sorted(taken))} of {place}"
             raise _refused(name, found, f"{name}_model"[:MOST_LETTERS])
+    if class_of(name) in IN_ITS_FILES:
+        found = f"{class_of(name)}, which its own files import"
+        raise _refused(name, found, f"{name}_model"[:MOST_LETTERS])
 
 
 def _bound(tree: ast.Module) -> set[str]:

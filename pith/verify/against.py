@@ -6,6 +6,7 @@ saves and how it goes on is compared too.
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -61,6 +62,20 @@ def working_tree() -> Tree:
 
 
 @contextmanager
+def interrupted_by_sigterm() -> Iterator[None]:
+    """Let SIGTERM end what runs in the block as Ctrl-C does: nothing is left behind."""
+
+    def interrupt(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@contextmanager
 def commit_tree(ref: str, tree: Tree, *, python: str | None, say: Say) -> Iterator[Tree]:
     """`ref` of the repository of `tree`, checked out beside it as long as the block lasts.
 
@@ -95,8 +110,14 @@ def train(tree: Tree, recipe: Path, options: Sequence[str], *, run_dir: Path) ->
             next_step="compare with another commit, or leave out what this one does not know",
         )
     run = read_run(run_dir, label=tree.label)
-    check = ran_its_code(tree, run)
-    assert check.ok, check
+    if not (check := ran_its_code(tree, run)).ok:
+        raise UnavailableError(
+            "validate.baseline",
+            what=f"what trained was not {tree.label}",
+            found=check.found,
+            wanted=check.wanted,
+            next_step="see that PYTHONPATH and --python bring no other pith",
+        )
     return run
 
 
@@ -162,23 +183,28 @@ def _run(tree: Tree, recipe: Path, options: Sequence[str], *, run_dir: Path) -> 
     paths = [str(tree.root), *filter(None, [os.environ.get("PYTHONPATH")])]
     log = run_dir.with_suffix(".log")
     with log.open("ab") as errors:
-        ended = subprocess.run(
+        process = subprocess.Popen(
             [*command, "--json", *options],
             stdout=subprocess.PIPE,
             stderr=errors,
             cwd=run_dir.parent,
             env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
-            check=False,
         )
+        try:
+            report, _ = process.communicate()
+        except BaseException:  # it ends its ranks before itself
+            process.send_signal(signal.SIGINT)
+            process.wait()
+            raise
     try:
-        error = json.loads(ended.stdout)["error"]
+        error = json.loads(report)["error"]
     except (ValueError, KeyError):
         error = None
-    told = [f"exit status {ended.returncode}"]
+    told = [f"exit status {process.returncode}"]
     if error is not None:
         told += [error["what"], *(filter(None, [error["found"]]))]
         told += [f"{fault['where']}: found {fault['found']}" for fault in error["faults"][:3]]
-    return _Ended(ended.returncode, error["code"] if error else "", "; ".join(told), log)
+    return _Ended(process.returncode, error["code"] if error else "", "; ".join(told), log)
 
 
 def _check_end(ended: _Ended, status: int, name: str, code: str = "") -> Check:

@@ -170,7 +170,8 @@ def _parse(text: str) -> tuple[Layout, list[Fault]]:
             faults.append(Fault(where, f"{name} twice", f"{name} once"))
         else:
             faults += _value_faults(where, name, value)
-            values[name] = value if name in CHOICES else int(value) if value.isdecimal() else 1
+            is_number = value.isdecimal() and len(value) < 9
+            values[name] = value if name in CHOICES else int(value) if is_number else 1
     if not faults:
         values.pop("cp", None)
         layout = Layout(**values)  # type: ignore[arg-type]

@@ -4,6 +4,7 @@ A family has its tiny configs, one for each variant that it knows, in configs/FA
 beside this file. FAMILY is the name of its files in pith/arch and pith/models.
 """
 
+import errno
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -96,11 +97,18 @@ def find(name: str) -> Request:
         return Request({}, tiny)
     if name.endswith(".json"):
         config = _read(Path(name))
-    elif name in shipped() or Path(name).exists():
+    elif name in shipped() or _is_there(name):
         config = Recipe.load(name).model.fields or {}
     else:
         raise _unknown(name)
     return Request({name: config}, {f"{name} scaled down": scale_down(config)})
+
+
+def _is_there(name: str) -> bool:
+    try:
+        return Path(name).exists()
+    except OSError:  # a name that no file system takes
+        return False
 
 
 def _configs() -> Traversable:
@@ -113,6 +121,8 @@ def _subjects(configs: Mapping[str, Config]) -> list[Subject]:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
+        if path.exists() and not path.is_file():
+            raise OSError(errno.EINVAL, "no regular file")
         config = without_nulls(json.loads(path.read_text(encoding="utf-8")))
     except (OSError, *UNREADABLE) as error:
         cause = (error.strerror or str(error)) if isinstance(error, OSError) else str(error)

@@ -2,13 +2,14 @@
 
 import json
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from pith.checkpoint.shelf import Found, look
 from pith.config import Recipe
+from pith.config.changes import changes, text
 from pith.errors import RequestError
 from pith.plan.mesh import Mesh
 from pith.report import Check
@@ -76,6 +77,7 @@ class Run:
             self._check("values", [*self._value_faults()], "everything there and finite"),
             self._check("finished", [*self._end_faults()], f"a report after {self.num_steps}"),
             self._check("checkpoint", self._checkpoint_faults(), "the last step, complete"),
+            self._check("recipe", [*self._recipe_faults()], "what the checkpoint was saved with"),
         )
 
     def _check(self, name: str, faults: Sequence[str], wanted: str) -> Check:
@@ -100,7 +102,7 @@ class Run:
     def _value_faults(self) -> Iterator[str]:
         widths = dict.fromkeys(self._moe_layers, self.recipe.architecture.num_choices)
         for step in self.steps:
-            yield from value_faults(step, widths)
+            yield from value_faults(step, widths, top_k=self.recipe.architecture.top_k)
         for number, loss in self.validations.items():
             if finite_number(loss) is None:
                 yield f"step {number}: validation_loss is {said({'': loss}, '')}"
@@ -121,6 +123,26 @@ class Run:
             last := self.validations.get(self.num_steps)
         ):
             yield f"the report tells of validation loss {told}, the metrics of {last}"
+        else:
+            for step, name in ((1, "first_loss"), (self.num_steps, "last_loss")):
+                loss = self.by_step.get(step, {}).get("loss")
+                if report.get(name) != loss:
+                    yield f"the report tells of {name} {said(report, name)}, the metrics of {loss}"
+
+    def _recipe_faults(self) -> Iterator[str]:
+        """Where config.toml and environment.json, which anyone can edit, differ from what the
+        last checkpoint was sealed with."""
+        saved = self.checkpoint.manifest
+        if saved is None:
+            yield "no checkpoint says"
+            return
+        for change in changes(saved.recipe, self.recipe.model_dump(mode="json")):
+            yield text(change)
+        mesh = self.mesh
+        layout = {axis: getattr(mesh, axis) for axis in ("pp", "dp", "cp", "ep")}
+        told = {axis: saved.layout.get(axis) for axis in layout}
+        if told != layout:
+            yield f"layout {layout}, the checkpoint has {told}"
 
     def _checkpoint_faults(self) -> list[str]:
         saved = self.checkpoint.manifest
@@ -140,14 +162,16 @@ def read_run(path: Path, *, label: str) -> Run:
         raise RequestError(
             "verify.no-run",
             what="this is no run folder",
-            found=f"no {CONFIG}" if path.is_dir() else "no such folder",
+            found=f"no {CONFIG} in such a folder",
             wanted=f"a folder that pith train wrote, with its {CONFIG}",
             where=str(path),
             next_step="name a folder such as runs/tiny-moe",
         )
     recipe = _recipe(config)
+    checkpoint = shelf_of(recipe, RunFolder(path, id="")).folder(recipe.training.steps)
+    files = [path / name for name in ("run.json", "report.json", ENVIRONMENT)]
+    _refuse_special([*files, metrics, *(checkpoint.glob("*") if checkpoint.is_dir() else ())])
     told = _read_metrics(metrics)
-    shelf = shelf_of(recipe, RunFolder(path, id=""))
     return Run(
         label=label,
         path=path,
@@ -158,7 +182,7 @@ def read_run(path: Path, *, label: str) -> Run:
         validations={e["step"]: e.get("validation_loss") for e in told.validations},
         resumed=frozenset(e["step"] for e in told.resumed),
         broken=told.broken,
-        checkpoint=look(shelf.folder(recipe.training.steps)),
+        checkpoint=look(checkpoint),
     )
 
 
@@ -184,6 +208,20 @@ def _read_metrics(path: Path) -> _Metrics:
         return _Metrics(broken=f"{error.where}: {error.found}")
     except OSError as error:
         return _Metrics(broken=f"{path}: {error.strerror or error}")
+
+
+def _refuse_special(paths: Iterable[Path]) -> None:
+    """Raise RequestError for a FIFO or a device, of which reading may never end."""
+    for path in paths:
+        if path.exists() and not (path.is_file() or path.is_dir()):
+            raise RequestError(
+                "verify.no-file",
+                what="this is no file of a run",
+                found="a FIFO, a socket or a device",
+                wanted="a regular file",
+                where=str(path),
+                next_step="copy the run folder anew",
+            )
 
 
 def _run_id(path: Path) -> str:

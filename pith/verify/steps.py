@@ -36,18 +36,40 @@ def step_faults(steps: Sequence[Mapping[str, Any]], *, num_steps: int) -> Iterat
     for before, number in pairwise(known):
         if number < before:
             yield f"step {number} comes after step {before}"
+    read = [finite_number(step.get("samples")) for step in steps]
+    for earlier, now, step in zip(read, read[1:], steps[1:], strict=False):
+        if earlier is not None and now is not None and now <= earlier:
+            yield f"step {said(step, 'step')} has read no more samples than the step before"
 
 
-def value_faults(step: Mapping[str, Any], widths: Mapping[str, int]) -> Iterator[str]:
+def value_faults(
+    step: Mapping[str, Any], widths: Mapping[str, int], *, top_k: int
+) -> Iterator[str]:
     """What a step does not tell, or what cannot be; `widths` are the experts by layer."""
-    for name in _faulty(step, widths):
+    faulty = dict.fromkeys(_faulty(step, widths))
+    for name in faulty:
         yield f"step {said(step, 'step')}: {name} is {said(step, name)}"
+    if not faulty:
+        yield from (f"step {said(step, 'step')}: {text}" for text in _at_odds(step, top_k))
+
+
+def _at_odds(step: Mapping[str, Any], top_k: int) -> Iterator[str]:
+    """Where the values of a step contradict each other."""
+    pairs = step["tokens"] * top_k
+    for layer, row in step["expert_load"].items():
+        if sum(row) != pairs:
+            yield f"layer {layer} has {sum(row)} pairs, not {pairs}"
+    tokens = step["tokens_per_second"] * step["step_seconds"]
+    if not math.isclose(tokens, step["tokens"], rel_tol=1e-6):
+        yield f"tokens_per_second is {said(step, 'tokens_per_second')}"
 
 
 def _faulty(step: Mapping[str, Any], widths: Mapping[str, int]) -> Iterator[str]:
     for name in NUMBERS:
         may_be_null = name in OF_EXPERTS and not widths
-        if finite_number(step.get(name)) is None and not (may_be_null and step.get(name) is None):
+        value = finite_number(step.get(name))
+        is_told = value is not None and value >= 0
+        if not is_told and not (may_be_null and step.get(name) is None):
             yield name
     for name in COUNTS:
         number = finite_number(step.get(name))

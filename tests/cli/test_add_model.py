@@ -103,6 +103,8 @@ def test_a_dry_run_shows_the_files_and_the_arms_and_writes_nothing(
         ("examine", "examine of pith/arch/__init__.py"),
         ("architecture", "Architecture of pith/arch/__init__.py"),
         ("parameter_spec", "ParameterSpec of pith/train/build.py"),
+        ("layer_tensors", "LayerTensors, which its own files import"),
+        ("true", "a word of Python"),
     ],
 )
 def test_a_name_that_cannot_be_is_refused_with_one_that_can(

@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from pith.checkpoint.manifest import MANIFEST, decode, encode
+from pith.config import Recipe
 from pith.report import Check, Report
 from pith.verify import telling
 from pith.verify.compare import Comparison, compare, cost_checks
@@ -98,7 +99,7 @@ def test_in_one_step_the_first_quantity_in_causal_order_is_named(
     assert found.data["first_difference"]["quantity"] == "lr"
     assert found.data["first_difference"]["step"] == 3
     assert found.data["first_difference"]["relative"] == 0.5
-    assert set(failed(found)) == {"lr", "loss", "grad_norm"}
+    assert set(failed(found)) == {"lr", "loss", "grad_norm", "B finished"}
 
 
 @pytest.mark.parametrize(("factor", "holds"), [(1 + 5e-6, True), (1 + 2e-5, False)])
@@ -342,7 +343,15 @@ def test_memory_is_the_largest_peak_and_an_unknown_ratio_keeps_no_bound(
 
 def _with_precision(run: Run, precision: str) -> Run:
     training = run.recipe.training.model_copy(update={"precision": precision})
-    return replace(run, recipe=run.recipe.model_copy(update={"training": training}))
+    return _with_recipe(run, run.recipe.model_copy(update={"training": training}))
+
+
+def _with_recipe(run: Run, recipe: Recipe) -> Run:
+    """The run as if it had been trained with `recipe`, its checkpoint too."""
+    assert run.checkpoint.manifest is not None
+    told = {"recipe": recipe.model_dump(mode="json", warnings=False)}
+    manifest = run.checkpoint.manifest.model_copy(update=told)
+    return replace(run, recipe=recipe, checkpoint=replace(run.checkpoint, manifest=manifest))
 
 
 @pytest.mark.parametrize(("factor", "is_held"), [(1.009, True), (1.011, False), (math.nan, False)])
@@ -370,7 +379,7 @@ def test_bfloat16_load_may_move_but_its_sum_is_held_equal(
     found = compare(a, replace(a, label="B", steps=changed), weights=False)
 
     assert found.tolerance == BFLOAT16
-    assert list(failed(found)) == ([] if is_held else ["expert_load"])
+    assert list(failed(found)) == ([] if is_held else ["B values", "expert_load"])
 
 
 def test_a_dense_model_has_no_balance_on_either_side(plain: Path) -> None:
@@ -379,8 +388,7 @@ def test_a_dense_model_has_no_balance_on_either_side(plain: Path) -> None:
     fields = {**(run.recipe.model.fields or {}), "mlp_only_layers": [0, 1]}
     model = run.recipe.model.model_copy(update={"fields": fields})
     dense = replace(
-        run,
-        recipe=run.recipe.model_copy(update={"model": model}),
+        _with_recipe(run, run.recipe.model_copy(update={"model": model})),
         steps=tuple({**step, **nothing} for step in run.steps),
     )
 
@@ -447,14 +455,15 @@ def test_a_row_of_the_table_fails_exactly_beyond_its_figure(
     found = compare(a, replace(a, label="B", steps=tuple(changed)), weights=False, reordered=True)
 
     if abs(share - 1) > 0.01:
-        assert list(failed(found)) == ([quantity] if share > 1 else [])
+        told = [name for name in failed(found) if name != "B finished"]
+        assert told == ([quantity] if share > 1 else [])
 
 
 def test_a_run_is_not_equal_to_one_whose_checkpoint_is_gone(plain: Path, twin: Path) -> None:
     shutil.rmtree(twin / CHECKPOINT)
     found = failed(compared(plain, twin))
 
-    assert set(found) == {"B checkpoint", "corpus", "weights"}
+    assert set(found) == {"B checkpoint", "B recipe", "corpus", "weights"}
     assert "step-00000006" in found["B checkpoint"].found
 
 
@@ -464,4 +473,45 @@ def test_the_checkpoint_of_another_run_is_none_of_this_one(
     shutil.rmtree(twin / CHECKPOINT)
     shutil.copytree(real_runs[1] / CHECKPOINT, twin / CHECKPOINT)
 
-    assert set(failed(compared(real_runs[0], twin, reordered=True))) == {"B checkpoint"}
+    assert set(failed(compared(real_runs[0], twin, reordered=True))) == {
+        "B checkpoint",
+        "B recipe",
+    }
+
+
+@pytest.mark.parametrize(
+    ("file", "before", "after"),
+    [
+        ("config.toml", 'precision = "float32"', 'precision = "bfloat16"'),
+        ("config.toml", "vocab_size = 264", "vocab_size = 320"),
+        ("config.toml", "lr = 0.002", "lr = 0.5"),
+        ("environment.json", '"world_size": 1', '"world_size": 2'),
+    ],
+)
+def test_a_run_is_held_against_what_its_checkpoint_was_sealed_with(
+    *, plain: Path, twin: Path, file: str, before: str, after: str
+) -> None:
+    text = (twin / file).read_text()
+    assert before in text
+    (twin / file).write_text(text.replace(before, after))
+
+    assert "B recipe" in failed(compared(plain, twin, weights=False))
+
+
+@pytest.mark.parametrize(
+    ("change", "check"),
+    [
+        ({"grad_norm": -5.0}, "B values"),
+        ({"loss": -1.0}, "B values"),
+        ({"tokens_per_second": 1e300}, "B values"),
+        ({"tokens": 1}, "B values"),
+        ({"expert_load": {"0": [0] * 4, "1": [0] * 4}}, "B values"),
+        ({"samples": 4}, "B steps"),
+    ],
+)
+def test_values_that_contradict_each_other_fail_on_either_side(
+    *, twin: Path, edit: Edit, change: dict[str, Any], check: str
+) -> None:
+    edit(twin, lambda steps: [step.update(change) for step in steps])
+
+    assert {check, check.replace("B", "A")} <= set(failed(compared(twin, twin)))
