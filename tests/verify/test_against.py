@@ -3,8 +3,10 @@
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import time
 import tomllib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -290,3 +292,12 @@ def test_an_environment_that_cannot_be_made_says_so(
 )
 def test_what_would_not_be_looked_at_is_refused(words: list[str]) -> None:
     assert run(["validate", *words]) == RequestError.exit_status
+
+
+def test_sigterm_interrupts_as_ctrl_c_does_and_is_given_back() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(KeyboardInterrupt), against.interrupted_by_sigterm():
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(5)
+
+    assert signal.getsignal(signal.SIGTERM) == before
