@@ -6,7 +6,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 import tomllib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -297,7 +296,6 @@ def test_what_would_not_be_looked_at_is_refused(words: list[str]) -> None:
 def test_sigterm_interrupts_as_ctrl_c_does_and_is_given_back() -> None:
     before = signal.getsignal(signal.SIGTERM)
     with pytest.raises(KeyboardInterrupt), against.interrupted_by_sigterm():
-        os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(5)
+        signal.raise_signal(signal.SIGTERM)
 
     assert signal.getsignal(signal.SIGTERM) == before
