@@ -1,6 +1,6 @@
 """`pith check`: operators, recipes and the repository against what they must be."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -12,7 +12,7 @@ from pith.cli.output import check_out, conclude, failure_to
 from pith.config import shipped
 from pith.errors import Fault, RequestError
 from pith.ops import operator_names
-from pith.report import Report
+from pith.report import Check, Report
 
 Json = Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")]
 DeviceChoice = Literal["auto", "cpu", "cuda"]
@@ -53,7 +53,7 @@ def model_command(
 
         checks = [*check_model(names)]
     data = {"details": {check.name: dict(check.details) for check in checks if check.details}}
-    conclude(Report.of_checks("check model", checks, data=data), json=json, out=out)
+    conclude(_report("check model", checks, data), json=json, out=out)
 
 
 def ops_command(
@@ -80,7 +80,7 @@ def ops_command(
         unserved = [subject for name in chosen for subject in not_served(name, device=place)]
     text = f"not served: {', '.join(unserved)}" if unserved else ""
     data = {"device": place, "not_served": unserved}
-    conclude(Report.of_checks("check ops", checks, data=data), json=json, out=out, text=text)
+    conclude(_report("check ops", checks, data), json=json, out=out, text=text)
 
 
 def _operators(names: Sequence[str]) -> Sequence[str]:
@@ -122,7 +122,7 @@ def recipe_command(
             for name in names or shipped()
             for check in check_recipe(name, dry_run=lambda recipe: dry_run(recipe)[0])
         ]
-    conclude(Report.of_checks("check recipe", checks, data={}), json=json, out=out)
+    conclude(_report("check recipe", checks), json=json, out=out)
 
 
 def repository_command(context: typer.Context, *, json: Json = False, out: Out = None) -> None:
@@ -135,7 +135,7 @@ def repository_command(context: typer.Context, *, json: Json = False, out: Out =
         root: Any = context.find_root().command
         checkout = Checkout.around(Path.cwd())
         checks = [*check_repository(checkout, refusal=lambda words: refusal(root, words))]
-    conclude(Report.of_checks("check repository", checks, data={}), json=json, out=out)
+    conclude(_report("check repository", checks), json=json, out=out)
 
 
 def refusal(program: Any, words: Sequence[str]) -> str:
@@ -157,3 +157,8 @@ def refusal(program: Any, words: Sequence[str]) -> str:
             raise
         return " ".join(message().split())
     return ""
+
+
+def _report(verb: str, checks: Sequence[Check], data: Mapping[str, Any] | None = None) -> Report:
+    """The report of `checks`, those that failed first."""
+    return Report.of_checks(verb, sorted(checks, key=lambda check: check.ok), data=data or {})

@@ -36,7 +36,7 @@ def check_form(name: str) -> None:
         found = f"as good as the shipped recipe {taken[name]}"
         raise _refused(name, found, f"model_{name}"[:MOST_LETTERS])
     words = {*keyword.kwlist, *dir(builtins), "self", "plain", "pith"}
-    if {name, class_of(name), f"{class_of(name)}Error"} & words:
+    if {name, class_of(name)} & words:
         raise _refused(name, "a word of Python", f"{spelled(name)}_model")
     if not FORM.fullmatch(name) or len(name) > MOST_LETTERS:
         raise _refused(name, "no such name", spelled(name))

@@ -2,10 +2,11 @@
 
 import math
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from pith.config.changes import ABSENT, changes
 from pith.report import Check
 from pith.verify.difference import (
     EXACT,
@@ -132,19 +133,14 @@ def ratio_text(ratio: float | None) -> str:
 
 
 def recipe_differences(a: Run, b: Run) -> dict[str, list[Any]]:
-    """What the two recipes say differently: both values by dotted name."""
-    first, second = (dict(_flat(run.recipe.model_dump(mode="json"))) for run in (a, b))
-    names = sorted(first.keys() | second.keys())
-    pairs = {name: [first.get(name), second.get(name)] for name in names}
-    return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
-
-
-def _flat(value: Mapping[str, Any], *, under: str = "") -> Iterator[tuple[str, Any]]:
-    for key, item in value.items():
-        if isinstance(item, Mapping) and item:
-            yield from _flat(item, under=f"{under}{key}.")
-        else:
-            yield f"{under}{key}", item
+    """What the two recipes say differently: both values by dotted name, null for none."""
+    first, second = (run.recipe.model_dump(mode="json") for run in (a, b))
+    return {
+        change.name.removesuffix(" (path)"): [
+            None if side == ABSENT else side for side in (change.before, change.after)
+        ]
+        for change in sorted(changes(first, second), key=lambda change: change.name)
+    }
 
 
 def _choose(a: Run, b: Run, *, reordered: bool) -> tuple[Tolerance, tuple[str, ...]]:

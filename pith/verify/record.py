@@ -18,6 +18,7 @@ from pith.run.metrics import read_events, read_steps
 from pith.train.start import shelf_of
 from pith.verify.steps import (
     finite_number,
+    first_few,
     is_count,
     is_text,
     number_of,
@@ -82,8 +83,7 @@ class Run:
 
     def _check(self, name: str, faults: Sequence[str], wanted: str) -> Check:
         """One check: the first faults, and how many more there are."""
-        more = f" and {len(faults) - 3} more" if len(faults) > 3 else ""
-        found = "; ".join(faults[:3]) + more if faults else wanted
+        found = first_few(faults) or wanted
         return Check(f"{self.label} {name}", not faults, found, wanted, str(self.path))
 
     def _environment_faults(self) -> list[str]:

@@ -121,6 +121,12 @@ def is_count(value: object) -> bool:
     return type(value) is int and value >= 1
 
 
+def first_few(faults: Sequence[str]) -> str:
+    """The first three of several faults, and how many more there are; "" without any."""
+    more = f" and {len(faults) - 3} more" if len(faults) > 3 else ""
+    return "; ".join(faults[:3]) + more
+
+
 def said(values: Mapping[str, Any], key: str) -> str:
     """A value as a report tells it: in JSON, or that it is missing."""
     return f"{json.dumps(values[key]):.40}" if key in values else "missing"

@@ -12,6 +12,7 @@ from pith.checkpoint.store import read_whole
 from pith.errors import RequestError
 from pith.report import Check
 from pith.verify.record import Run
+from pith.verify.steps import first_few
 from pith.verify.tolerance import Tolerance
 
 MODEL = "model."
@@ -68,7 +69,7 @@ def compare_weights(a: Run, b: Run, tolerance: Tolerance) -> Weights:
     same = [name for name in both if first[name].shape == second[name].shape]
     figures = {name: apart(first[name], second[name]) for name in same}
     wanted = "the same names and shapes, all finite"
-    found = _first_few(faults) or f"{len(first)} tensors"
+    found = first_few(faults) or f"{len(first)} tensors"
     compared = Weights(figures, limit, (Check("tensors", not faults, found, wanted),))
     return Weights(figures, limit, (*compared.checks, _figure_check(compared)))
 
@@ -107,11 +108,6 @@ def _faults_of(run: Run, tensors: Mapping[str, Tensor]) -> Iterator[str]:
     for name, tensor in tensors.items():
         if not torch.isfinite(tensor).all():
             yield f"{name}: not finite in {run.label}"
-
-
-def _first_few(faults: list[str]) -> str:
-    more = f" and {len(faults) - 3} more" if len(faults) > 3 else ""
-    return "; ".join(faults[:3]) + more
 
 
 def _figure_check(weights: Weights) -> Check:
