@@ -2,7 +2,6 @@
 
 import random
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -311,19 +310,9 @@ def num_calls(work: Callable[[], object]) -> int:
 
 
 @pytest.mark.parametrize("name", EVERY)
-def test_work_grows_as_the_table_does(name):
+def test_work_grows_as_the_table_does_and_no_slot_costs_much(name):
+    """Counted, as seconds are the machine's: those of 16 ranks stand in docs/performance.md."""
     tables = [build_even(name, pp=4, num_micro_batches=m) for m in (20, 40)]
     small, large = (num_calls(lambda t=table: (verify(t), simulate(t))) for table in tables)
     assert large < 2.2 * small
-
-
-@pytest.mark.parametrize("name", ["zbv", "interleaved"])
-def test_a_large_table_takes_less_than_two_seconds(name):
-    def seconds() -> float:
-        start = time.process_time()
-        table = build(name, pp=16, num_micro_batches=256)
-        assert verify(table) == ()
-        assert simulate(table).makespan > 0
-        return time.process_time() - start
-
-    assert any(seconds() < 2 for _ in range(2))
+    assert large < 450 * sum(len(row) for row in tables[1].rows)

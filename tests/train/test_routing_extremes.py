@@ -1,15 +1,17 @@
 """Experts that get everything, experts that get nothing, and memory that holds NaN."""
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from pith.verify.one_piece import Descent, clipped, initial, whole_batch
-from pith.verify.share import joined
-from tests.train.parity import Outcome, assert_same_step, random_batch, steps
+from pith.verify.layout_run import keep_gradients
+from pith.verify.one_piece import Descent, Whole, clipped, initial, whole_batch
+from pith.verify.share import joined, share
+from tests.train.parity import Outcome, assert_same_step, random_batch, trainer_of, weights_of
 from tests.train.test_parity import case
 
 # Which experts the tokens go to in turn, of four; on two ranks each rank holds two of them.
@@ -52,38 +54,46 @@ class Forced:
         return torch.tensor(self.pattern)
 
 
-def two_steps(ranks: int) -> dict[tuple[str, str], Outcome]:
-    """Two steps, so that the second meets what the first left behind in memory."""
+def a_step_of_each(ranks: int) -> dict[tuple[str, str], Outcome]:
+    """One step after the other, so that each meets what the one before left in memory."""
     torch.use_deterministic_algorithms(True)  # torch then fills new memory with NaN
     assert torch.utils.deterministic.fill_uninitialized_memory
     assert torch.empty(3).isnan().all()
-    return {
-        (name, extreme): steps(case(layout), BATCHES, routing=Forced(pattern))
-        for name, layout in LAYOUTS.items()
-        if layout["pp"] * layout.get("dp", 1) * layout["ep"] == ranks
-        for extreme, pattern in EXTREMES.items()
-    }
+    outcomes = {}
+    for name, layout in LAYOUTS.items():
+        if layout["pp"] * layout.get("dp", 1) * layout["ep"] != ranks:
+            continue
+        with trainer_of(case(layout)) as trainer:
+            parameters = trainer.model.parameters
+            grads = keep_gradients(parameters)
+            for index, (extreme, pattern) in enumerate(EXTREMES.items()):
+                trainer.routing = Forced(pattern)
+                result = trainer.step(index, BATCHES[index % 2].take(trainer.rows))
+                held = share(parameters, grads), weights_of(trainer)
+                outcomes[name, extreme] = Outcome([result], *held)
+    return outcomes
+
+
+@cache
+def wholes() -> dict[str, Whole]:
+    """The same steps in one piece."""
+    recipe = case(LAYOUTS["ep 2"])
+    weights, found = initial(recipe), {}
+    descent = Descent(recipe, weights)
+    for index, (extreme, pattern) in enumerate(EXTREMES.items()):
+        routing = Forced(pattern).at(slice(0, 16))
+        whole = whole_batch(recipe, weights, BATCHES[index % 2], routing=routing)
+        weights = descent.step(clipped(whole.grads, recipe.training.clip), lr=recipe.optimizer.lr)
+        found[extreme] = whole
+    return found
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_overfull_and_empty_experts_train_as_in_one_process(run_ranks: Any, ranks: int) -> None:
-    outcomes = run_ranks(ranks, two_steps, ranks)
-    start = initial(case(LAYOUTS["ep 2"]))
-    wholes = {}
-    for extreme, pattern in EXTREMES.items():
-        routing = Forced(pattern).at(slice(0, 16))
-        first = whole_batch(case(LAYOUTS["ep 2"]), start, BATCHES[0], routing=routing)
-        second_weights = Descent(case(LAYOUTS["ep 2"]), start).step(
-            clipped(first.grads, 0.5), lr=0.01
-        )
-        second = whole_batch(case(LAYOUTS["ep 2"]), second_weights, BATCHES[1], routing=routing)
-        wholes[extreme] = first, second
+    outcomes = run_ranks(ranks, a_step_of_each, ranks)
     for name, extreme in outcomes[0]:
         label = f"{name}, {extreme}"
         shares = [outcome[name, extreme] for outcome in outcomes]
-        first, second = wholes[extreme]
-        for outcome in shares:
-            assert outcome.results[0].loss == pytest.approx(first.loss, rel=1e-6), label
-        assert_same_step(shares, second, label=label)
+        assert_same_step(shares, wholes()[extreme], label=label)
         weights = joined([outcome.weights for outcome in shares])
         assert all(weight.isfinite().all() for weight in weights.values()), label
