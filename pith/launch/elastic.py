@@ -10,8 +10,16 @@ import uuid
 
 import torch
 import torch._dynamo  # the first optimizer imports it: once here, not in every rank
+from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous import (
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousStoreInfo,
+    rendezvous_handler_registry,
+)
+from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from pith.errors import RunFailedError
@@ -24,6 +32,8 @@ from pith.run.stop import StopRequest
 # How long a rank may take to end once another one has failed.
 GRACE_S = 5.0
 POLL_S = 0.05
+HOST = "localhost"
+ONE_NODE = "one-node"
 AT_ONCE = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
 
@@ -66,15 +76,33 @@ def _silence_elastic() -> None:
             logging.getLogger(name).setLevel(logging.CRITICAL)
 
 
+class _OneNode(StaticTCPRendezvous):
+    """The node meets itself, at a free port. The c10d backend would look through the modules of
+    the process at each turn: with torch imported that is a second of work in every launch."""
+
+    def __init__(self, parameters: RendezvousParameters) -> None:
+        super().__init__(HOST, 0, rank=0, world_size=1, run_id=parameters.run_id, timeout=60)
+
+    def get_backend(self) -> str:
+        return ONE_NODE
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        store = TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
+        meeting = RendezvousStoreInfo(HOST, store.port)
+        return RendezvousInfo(PrefixStore(self.run_id, store), 0, 1, meeting)
+
+
+rendezvous_handler_registry.register(ONE_NODE, _OneNode)
+
+
 def _config(job: Job, num_ranks: int) -> LaunchConfig:
     return LaunchConfig(
         min_nodes=1,
         max_nodes=1,
         nproc_per_node=num_ranks,
         run_id=uuid.uuid4().hex,
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
-        local_addr="localhost",
+        rdzv_backend=ONE_NODE,
+        local_addr=HOST,
         max_restarts=0,
         monitor_interval=0.1,
         # Where there is a GPU, looking for it has initialised CUDA, which no fork survives, not
