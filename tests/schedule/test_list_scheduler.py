@@ -17,8 +17,8 @@ from tests.schedule.optima import CASES, PLACES, list_makespan, optima
 @pytest.mark.parametrize("style", ["loop", "v"])
 @pytest.mark.parametrize("virtual", [1, 2, 3])
 def test_every_list_schedule_holds_within_its_usual_bound(style, virtual):
-    for pp in (1, 2, 3, 5, 8, 16):
-        for count in (1, 2, 3, pp, 2 * pp + 1):
+    for pp in (1, 2, 3, 8):
+        for count in (1, 3, 2 * pp + 1):
             place = Placement(style, pp, virtual * pp)
             for costs in (Costs(), Costs(f=2, i=3, w=1, comm=1, pair=0.8)):
                 table = list_schedule(place, num_micro_batches=count, costs=costs)
@@ -49,7 +49,7 @@ def random_costs(chance: random.Random, num_stages: int) -> Costs:
     )
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", range(40))
 def test_any_bound_that_one_micro_batch_fits_is_kept_and_ends(seed):
     chance = random.Random(seed)
     pp, virtual, count = chance.randint(1, 5), chance.randint(1, 3), chance.randint(1, 7)

@@ -91,13 +91,19 @@ def test_the_layouts_run_every_schedule_at_least_twice() -> None:
 # One step
 
 
-def one_step_each(ranks: int) -> dict[str, tuple[Outcome, Outcome]]:
+# What an optimizer is given shows its scale under SGD alone: on these layouts besides.
+BY_SGD = ("pp 1", "pp 2", "dp 2", "ep 2, splits", "pp 2, ep 2", "dp 2, ep 2, hsdp")
+
+
+def optimizers(name: str) -> tuple[str, ...]:
+    return ("adamw", "sgd") if name in BY_SGD else ("adamw",)
+
+
+def one_step_each(ranks: int) -> dict[tuple[str, str], Outcome]:
     return {
-        name: (
-            steps(case(layout), [random_batch(16)], sgd=True),
-            steps(case(layout), [random_batch(16)]),
-        )
+        (name, optimizer): steps(case(layout), [random_batch(16)], sgd=optimizer == "sgd")
         for name, layout in of_size(ranks).items()
+        for optimizer in optimizers(name)
     }
 
 
@@ -117,15 +123,15 @@ def test_every_layout_computes_the_step_of_one_process(run_ranks: Any, ranks: in
     outcomes = run_ranks(ranks, one_step_each, ranks)
     start = initial(case(LAYOUTS["pp 1"]))
     assert reference().norm > 0.5, "clipping should bite"
-    for name in of_size(ranks):
-        for number, optimizer in enumerate(("sgd", "adamw")):
-            label = f"{name}, {optimizer}"
-            shares = [outcome[name][number] for outcome in outcomes]
-            assert_same_step(shares, reference(), label=label)
-            weights = joined([outcome.weights for outcome in shares])
-            moved = {key: weights[key] - start[key] for key in start}
-            wanted = moves(reference().grads, sgd=optimizer == "sgd")
-            assert_near(moved, wanted, tolerance=1e-9, label=label)
+    assert {name for name, _ in outcomes[0]} == set(of_size(ranks))
+    for name, optimizer in outcomes[0]:
+        label = f"{name}, {optimizer}"
+        shares = [outcome[name, optimizer] for outcome in outcomes]
+        assert_same_step(shares, reference(), label=label)
+        weights = joined([outcome.weights for outcome in shares])
+        moved = {key: weights[key] - start[key] for key in start}
+        wanted = moves(reference().grads, sgd=optimizer == "sgd")
+        assert_near(moved, wanted, tolerance=1e-9, label=label)
 
 
 def test_a_gradient_summed_as_often_as_there_are_expert_ranks_would_be_seen() -> None:

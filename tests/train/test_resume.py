@@ -1,6 +1,7 @@
 """2N steps equal N, a resume and N more, to the last bit."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -28,9 +29,10 @@ WSD = {
     "checkpoint.keep": 0,
     "balance.z_loss": 0.001,
 }
+# Processes, what is set, and after which steps a run is resumed.
 LAYOUTS = {
-    "pp 2 x ep 2": (4, {"parallel.pp": 2, "parallel.ep": 2}),
-    "dp 2": (2, {"parallel.pp": 1}),
+    "pp 2 x ep 2": (4, {"parallel.pp": 2, "parallel.ep": 2}, (1, 3, 6)),
+    "dp 2": (2, {"parallel.pp": 1}, range(1, STEPS)),
 }
 COMPARED = ("loss", "grad_norm", "lr", "balance_loss", "z_loss", "sample_digest", "samples")
 
@@ -51,12 +53,12 @@ def live(recipe: Recipe, place: Path, resume: Resume) -> None:
     loop.run(jobs[0], StopRequest())
 
 
-def live_often(recipe: Recipe, base: Path) -> None:
-    """An unbroken run, then one from each of its checkpoints, with asynchronous saves."""
+def live_often(recipe: Recipe, base: Path, after: Sequence[int]) -> None:
+    """An unbroken run, then one from each of these checkpoints, with asynchronous saves."""
     live(recipe, base / "whole", "auto")
     later = recipe.checkpoint.model_copy(update={"asynchronous": True})
     again = recipe.model_copy(update={"checkpoint": later})
-    for step in range(1, STEPS):
+    for step in after:
         checkpoint = base / "whole" / "checkpoints" / f"step-{step:08d}"
         live(again, base / f"from-{step}", checkpoint)
 
@@ -76,14 +78,14 @@ def exact(line: dict[str, Any]) -> dict[str, Any]:
 def test_a_run_resumed_after_any_step_of_the_schedule_goes_on_to_the_last_bit(
     run_ranks: Any, command: Any, tmp_path: Path, layout: str
 ) -> None:
-    num_ranks, settings = LAYOUTS[layout]
+    num_ranks, settings, after = LAYOUTS[layout]
     recipe = command.recipe({**WSD, **settings})
-    run_ranks(num_ranks, live_often, recipe, tmp_path)
+    run_ranks(num_ranks, live_often, recipe, tmp_path, after)
     whole = [exact(line) for line in steps(tmp_path / "whole")]
     assert [line["step"] for line in whole] == list(range(1, STEPS + 1))
     assert len({line["lr"] for line in whole}) >= 6, "the rate should have several phases"
     report = json.loads((tmp_path / "whole" / "report.json").read_text())
-    for step in range(1, STEPS):
+    for step in after:
         run_dir = tmp_path / f"from-{step}"
         assert [exact(line) for line in steps(run_dir)] == whole[step:], f"from step {step}"
         again = json.loads((run_dir / "report.json").read_text())

@@ -13,7 +13,9 @@ from tests.train.parity import Outcome, assert_same_step, random_batch, recipe, 
 
 
 def micro_batch_counts(pp: int) -> list[int]:
-    return sorted({1, 2, 3, 2 * pp - 1, 2 * pp, 2 * pp + 3})
+    """Too few for the ranks, as many as a V needs, more; on two ranks all that are near those."""
+    near = {2, 3, 2 * pp - 1} if pp == 2 else set()
+    return sorted({1, 2 * pp, 2 * pp + 3} | near)
 
 
 def one_case(pp: int, schedule: str, micro_batches: int, sizes: dict[str, Any]) -> Outcome:
