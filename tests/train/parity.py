@@ -29,7 +29,7 @@ SIZES = {
     "model_type": "qwen3_moe",
     "vocab_size": 261,  # divides by no number of ranks
     "hidden_size": 16,
-    "num_hidden_layers": 6,
+    "num_hidden_layers": 4,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 8,

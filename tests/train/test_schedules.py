@@ -18,26 +18,31 @@ def micro_batch_counts(pp: int) -> list[int]:
     return sorted({1, 2 * pp, 2 * pp + 3} | near)
 
 
-def one_case(pp: int, schedule: str, micro_batches: int, sizes: dict[str, Any]) -> Outcome:
-    case = recipe(pp=pp, schedule=schedule, micro_batches=micro_batches, **sizes)
-    return steps(case, [random_batch(2 * micro_batches)])
+def case(pp: int, schedule: str, micro_batches: int, **sizes: Any) -> Recipe:
+    """On four ranks with layers enough for each stage of a V to hold something."""
+    sizes = {"num_hidden_layers": 6 if pp == 4 else 4} | sizes
+    return recipe(pp=pp, schedule=schedule, micro_batches=micro_batches, **sizes)
 
 
-def assert_is_whole(outcomes: list[Outcome], case: Recipe, *, label: str) -> None:
-    batch = random_batch(case.training.global_batch_size)
-    assert_same_step(outcomes, whole_batch(case, initial(case), batch), label=label)
+def one_case(pp: int, schedule: str, micro_batches: int, **sizes: Any) -> Outcome:
+    return steps(case(pp, schedule, micro_batches, **sizes), [random_batch(2 * micro_batches)])
+
+
+def assert_is_whole(outcomes: list[Outcome], wanted: Recipe, *, label: str) -> None:
+    batch = random_batch(wanted.training.global_batch_size)
+    assert_same_step(outcomes, whole_batch(wanted, initial(wanted), batch), label=label)
 
 
 @cache
-def whole(micro_batches: int) -> Whole:
-    """The step in one piece, which knows neither ranks nor schedules."""
-    case = recipe(pp=1, schedule="gpipe", micro_batches=micro_batches)
-    return whole_batch(case, initial(case), random_batch(case.training.global_batch_size))
+def whole(pp: int, micro_batches: int) -> Whole:
+    """The step in one piece, which knows no schedule."""
+    one = case(pp, "gpipe", micro_batches)
+    return whole_batch(one, initial(one), random_batch(2 * micro_batches))
 
 
 def many_cases(pp: int, counts: list[int], precision: str) -> dict[tuple[str, int], Any]:
     return {
-        (schedule, count): one_case(pp, schedule, count, {"precision": precision})
+        (schedule, count): one_case(pp, schedule, count, precision=precision)
         for schedule in SCHEDULES
         for count in counts
     }
@@ -67,7 +72,7 @@ def test_every_schedule_computes_the_step_of_one_process(run_ranks: Any, pp: int
     for key in outcomes[0]:
         _, count = key
         results = [outcome[key] for outcome in outcomes]
-        assert_same_step(results, whole(count), label=f"pp {pp} {key}")
+        assert_same_step(results, whole(pp, count), label=f"pp {pp} {key}")
     assert_same_bits(outcomes, counts)
 
 
@@ -83,9 +88,9 @@ DEEP = {"num_stages": 6}
 def deep_cases(pp: int) -> dict[str, Any]:
     """Three stages a rank on a loop and on a V; and what auto makes of a step too short for a V."""
     return {
-        "interleaved": one_case(pp, "interleaved", 5, DEEP),
-        "list": one_case(pp, "list", 5, DEEP),
-        "auto": one_case(pp, "auto", 3, {}),
+        "interleaved": one_case(pp, "interleaved", 5, **DEEP),
+        "list": one_case(pp, "list", 5, **DEEP),
+        "auto": one_case(pp, "auto", 3),
     }
 
 
@@ -93,22 +98,22 @@ def test_more_stages_a_rank_and_auto_compute_the_same_step(run_ranks: Any) -> No
     outcomes = run_ranks(2, deep_cases, 2)
     for schedule in outcomes[0]:
         count, sizes = (3, {}) if schedule == "auto" else (5, DEEP)
-        case = recipe(pp=2, schedule=schedule, micro_batches=count, **sizes)
-        assert_is_whole([outcome[schedule] for outcome in outcomes], case, label=schedule)
+        results = [outcome[schedule] for outcome in outcomes]
+        assert_is_whole(results, case(2, schedule, count, **sizes), label=schedule)
 
 
 def tied_cases(pp: int) -> dict[str, Any]:
-    sizes = {"tie_word_embeddings": True}
-    return {schedule: one_case(pp, schedule, 3, sizes) for schedule in ("1f1b", "zbv", "dualpipev")}
+    schedules = ("1f1b", "zbv", "dualpipev")
+    return {name: one_case(pp, name, 3, tie_word_embeddings=True) for name in schedules}
 
 
 @pytest.mark.parametrize("pp", [1, 2])
 def test_a_tied_head_is_one_weight_on_loop_and_v_placements(run_ranks: Any, pp: int) -> None:
     outcomes = run_ranks(pp, tied_cases, pp)
     for schedule in outcomes[0]:
-        case = recipe(pp=pp, schedule=schedule, micro_batches=3, tie_word_embeddings=True)
         results = [outcome[schedule] for outcome in outcomes]
-        assert_is_whole(results, case, label=f"tied {schedule}")
+        tied = case(pp, schedule, 3, tie_word_embeddings=True)
+        assert_is_whole(results, tied, label=f"tied {schedule}")
 
 
 ONE_LAYER = {"num_hidden_layers": 1, "mlp_only_layers": []}
@@ -116,23 +121,23 @@ ONE_LAYER = {"num_hidden_layers": 1, "mlp_only_layers": []}
 
 def empty_cases(pp: int) -> dict[str, Any]:
     return {
-        "gpipe": one_case(pp, "gpipe", 3, ONE_LAYER),
+        "gpipe": one_case(pp, "gpipe", 3, **ONE_LAYER),
         "zbv": steps(all_on_rank_0(), [random_batch(6)]),
     }
 
 
 def all_on_rank_0() -> Recipe:
     """Stages 0 and 5 of a V hold everything; ranks 1 and 2 own no parameter."""
-    case = recipe(pp=3, schedule="zbv", micro_batches=3, tie_word_embeddings=True)
-    layers = (2, 0, 0, 0, 0, 4)
-    parallel = case.parallel.model_copy(update={"layers_per_stage": layers})
-    return case.model_copy(update={"parallel": parallel})
+    tied = case(3, "zbv", 3, tie_word_embeddings=True)
+    layers = (2, 0, 0, 0, 0, 2)
+    parallel = tied.parallel.model_copy(update={"layers_per_stage": layers})
+    return tied.model_copy(update={"parallel": parallel})
 
 
 def test_ranks_that_own_no_parameter_pass_the_carry_on(run_ranks: Any) -> None:
     outcomes = run_ranks(3, empty_cases, 3)
-    one_layer = recipe(pp=3, schedule="gpipe", micro_batches=3, **ONE_LAYER)
-    for key, case in (("gpipe", one_layer), ("zbv", all_on_rank_0())):
+    one_layer = case(3, "gpipe", 3, **ONE_LAYER)
+    for key, whole_case in (("gpipe", one_layer), ("zbv", all_on_rank_0())):
         results = [outcome[key] for outcome in outcomes]
         assert not all(result.weights.tensors for result in results), "every rank owns something"
-        assert_is_whole(results, case, label=f"empty ranks {key}")
+        assert_is_whole(results, whole_case, label=f"empty ranks {key}")
