@@ -304,19 +304,6 @@ def test_weights_go_where_checkpoint_directory_says(alone: Any) -> None:
     assert not (alone.run_dir / "checkpoints").exists()
 
 
-def test_a_torchrun_job_is_joined_and_reports_once(command: Any, first: Any) -> None:
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
-    untraced = {"log.trace_steps": []}
-    run = command.train("--json", settings=untraced, prefix=(*torchrun, "-m", "pith.cli"))
-
-    assert run.status == 0, run.stderr
-    assert run.stdout.count("\n") == 1
-    assert run.data["first_loss"] == pytest.approx(first.data["first_loss"], rel=1e-6)
-    assert Path(run.data["run_dir"]) == run.run_dir
-    assert not (run.run_dir / "trace").exists(), "no step was to be traced"
-    assert run.survivors == []
-
-
 def test_the_processes_of_a_slurm_step_are_joined(command: Any, first: Any) -> None:
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
@@ -330,6 +317,7 @@ def test_the_processes_of_a_slurm_step_are_joined(command: Any, first: Any) -> N
     started = [
         command.start_train(
             "--json",
+            settings={"log.trace_steps": []},
             cwd=cwd,
             variables={**shared, "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)},
         )
@@ -341,6 +329,7 @@ def test_the_processes_of_a_slurm_step_are_joined(command: Any, first: Any) -> N
     assert runs[1].stdout == ""
     assert runs[0].data["first_loss"] == pytest.approx(first.data["first_loss"], rel=1e-6)
     assert Path(runs[0].data["run_dir"]) == runs[0].run_dir
+    assert not (runs[0].run_dir / "trace").exists(), "no step was to be traced"
 
 
 @pytest.mark.parametrize(
