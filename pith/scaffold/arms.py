@@ -32,8 +32,8 @@ def with_arch(text: str, family: Family) -> str:
     tree, name, kind = ast.parse(text), family.name, family.class_name
     arm = (f'case "{family.given.model_type}":', f"    arch = {kind}.examine(fields)")
     edits = [
-        _import(tree, "pith.arch", name),
-        _import(tree, f"pith.arch.{name}", kind),
+        _import(tree, ARCH, "pith.arch", name),
+        _import(tree, ARCH, f"pith.arch.{name}", kind),
         _list(tree, "SUPPORTED", f"*{name}.MODEL_TYPES", _tuple),
         _list(tree, "Architecture", kind, _union),
         _arm(tree, "examine", arm, family),
@@ -49,8 +49,8 @@ def with_build(text: str, family: Family) -> str:
         f"    stage = {kind}Stage(architecture, layers, **place, **made_of)",
     )
     edits = [
-        _import(tree, f"pith.arch.{name}", kind),
-        _import(tree, f"pith.models.{name}", f"{kind}Stage"),
+        _import(tree, BUILD, f"pith.arch.{name}", kind),
+        _import(tree, BUILD, f"pith.models.{name}", f"{kind}Stage"),
         _arm(tree, "build_stage", arm, family),
     ]
     return _apply(text, edits)
@@ -63,23 +63,23 @@ def _apply(text: str, edits: Sequence[Edit | None]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _import(tree: ast.Module, module: str, name: str) -> Edit | None:
+def _import(tree: ast.Module, place: str, module: str, name: str) -> Edit | None:
     """`from module import name`, beside what is imported from there, or on a line of its own."""
     nodes = [node for node in tree.body if isinstance(node, ast.ImportFrom)]
     ours = [(node, node.module) for node in nodes if (node.module or "").startswith("pith")]
-    for node, place in ours:
-        if place == module:
+    for node, source in ours:
+        if source == module:
             names = [alias.name for alias in node.names]
             if name in names:
                 return None
             line = _wrapped(f"from {module} import ", sorted([*names, name], key=_natural), ", ")
             return Edit(node.lineno - 1, node.end_lineno or node.lineno, line)
     line = (f"from {module} import {name}",)
-    for node, place in ours:
-        if _natural(place or "") > _natural(module):
+    for node, source in ours:
+        if _natural(source or "") > _natural(module):
             return Edit(node.lineno - 1, node.lineno - 1, line)
     if not ours:
-        raise _no_place("an import of pith", "imports")
+        raise _no_place("import of pith", place)
     end = ours[-1][0].end_lineno or ours[-1][0].lineno
     return Edit(end, end, line)
 
@@ -134,7 +134,7 @@ def _arm(tree: ast.Module, function: str, arm: Sequence[str], family: Family) ->
     found = [n for n in _inside(tree, ast.FunctionDef) if n.name == function]
     matches = [match for node in found for match in _inside(node, ast.Match)]
     if not matches:
-        raise _no_place(f"a match in {function}", ARCH if function == "examine" else BUILD)
+        raise _no_place(f"match in {function}", ARCH if function == "examine" else BUILD)
     cases = matches[0].cases
     kinds = [_class_of(case) for case in cases]
     if family.class_name in kinds:

@@ -10,6 +10,7 @@ from typing import Any
 from pith.errors import RequestError
 
 MOST_BYTES = 1 << 20
+MOST_LEVELS = 16
 POINTER = b"version https://git-lfs.github.com/spec/"
 MODEL_TYPE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 WANTED = "the config.json of a Hugging Face model"
@@ -59,11 +60,19 @@ def _parse(path: Path, content: bytes) -> dict[str, Any]:
         raise _refused(path, f"no JSON ({error})") from error
     if not isinstance(fields, dict):
         raise _refused(path, f"JSON, but no object: {str(fields)[:40]}")
+    if _is_deeper(fields, MOST_LEVELS):
+        raise _refused(path, f"values nested more than {MOST_LEVELS} deep")
     model_type = fields.get("model_type")
     if not isinstance(model_type, str) or not MODEL_TYPE.fullmatch(model_type):
         wanted = f"{WANTED}: letters, digits, . _ - under that key"
         raise _refused(path, f"model_type {str(model_type)[:40]!r}", wanted=wanted)
     return fields
+
+
+def _is_deeper(value: Any, levels: int) -> bool:
+    """Whether lists and objects in `value` are nested in more than so many levels."""
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return levels < 0 or any(_is_deeper(part, levels - 1) for part in parts)
 
 
 def _refuse_constant(name: str) -> None:

@@ -4,16 +4,13 @@ import ast
 import builtins
 import keyword
 import re
-from pathlib import Path
+from collections.abc import Mapping
 
 from pith.config import shipped
 from pith.errors import RequestError
 
 MOST_LETTERS = 32
 FORM = re.compile(r"[a-z][a-z0-9]*(_[a-z0-9]+)*")
-# Where the names of all families meet: none of them may mean something else there.
-MEETING_PLACES = ("pith/arch/__init__.py", "pith/train/build.py")
-
 # What the modules of a family import.
 IN_ITS_FILES = frozenset({"Any", "Decoder", "DecoderLayer", "DecoderStage", "FieldReader"}) | {
     "LayerTensors",
@@ -49,11 +46,11 @@ def spelled(name: str) -> str:
     return whole[:MOST_LETTERS].strip("_")
 
 
-def check_meaning(name: str, *, root: Path) -> None:
-    """Raise RequestError where the file or class of a new family would hide another thing."""
-    for place in MEETING_PLACES:
-        bound = _bound(ast.parse((root / place).read_text()))
-        if taken := {name, class_of(name)} & bound:
+def check_meaning(name: str, *, shared: Mapping[str, str]) -> None:
+    """Raise RequestError where the file or class of a new family would hide another thing, in the
+    `shared` modules, path to text, where the names of all families meet, or in its own."""
+    for place, text in shared.items():
+        if taken := {name, class_of(name)} & _bound(ast.parse(text)):
             found = f"{', '.join(sorted(taken))} of {place}"
             raise _refused(name, found, f"{name}_model"[:MOST_LETTERS])
     if class_of(name) in IN_ITS_FILES:

@@ -1,5 +1,7 @@
 """From a name and a config to the changes that they make in a checkout; nothing is written."""
 
+import ast
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -40,23 +42,23 @@ def plan(name: str, given: Given, *, like: str | None, root: Path) -> tuple[Fami
 
     The shared files come last: a family that is half written is one that nothing imports. Raises
     RequestError where the name, the model type, the family to begin with or a value of the config
-    cannot be.
+    cannot be, UnavailableError where a file of the checkout is none or cannot be read.
     """
     names.check_form(name)
+    shared = {path: _python(root, path) for path in (arms.ARCH, arms.BUILD)}
     _refuse_other_config(name, given, root=root)
     _refuse_served(name, given.model_type)
     family = Family(name, given, start_of(given.fields, like=_other(like, name)))
     if not (root / facts_path(name)).exists():
-        names.check_meaning(name, root=root)
+        names.check_meaning(name, shared=shared)
         _refuse_impossible(family)
     changes = [
         Change(path, _content(root / path), after, is_shared=False)
         for path, after in new_files(family).items()
     ]
     for path, insert in ((arms.ARCH, arms.with_arch), (arms.BUILD, arms.with_build)):
-        before = (root / path).read_bytes()
-        after = insert(before.decode(), family).encode()
-        changes.append(Change(path, before, after, is_shared=True))
+        after = insert(shared[path], family).encode()
+        changes.append(Change(path, shared[path].encode(), after, is_shared=True))
     return family, changes
 
 
@@ -144,5 +146,37 @@ def _taken(name: str, found: str, faults: tuple[Fault, ...]) -> RequestError:
     )
 
 
+def _python(root: Path, path: str) -> str:
+    """The text of a module that all families share."""
+    content = _content(root / path)
+    if content is None:
+        raise _unreadable(path, "nothing")
+    try:
+        text = content.decode()
+        ast.parse(text)
+    except (SyntaxError, ValueError) as error:
+        raise _unreadable(path, f"no Python ({error})") from error
+    return text
+
+
 def _content(path: Path) -> bytes | None:
-    return path.read_bytes() if path.exists() else None
+    """What is in a file of the checkout, None where there is none."""
+    try:
+        if path.is_file():
+            return path.read_bytes()
+    except OSError as error:
+        raise _unreadable(str(path), error.strerror or str(error)) from error
+    if os.path.lexists(path):
+        raise _unreadable(str(path), "no regular file")
+    return None
+
+
+def _unreadable(where: str, found: str) -> UnavailableError:
+    return UnavailableError(
+        "scaffold.unreadable",
+        what="a file of the checkout is not as a family needs it",
+        found=found,
+        wanted="a file that can be read, in the layout that pith ships",
+        where=where,
+        next_step="mend it or move it away, then run it again",
+    )

@@ -45,12 +45,12 @@ def tree(root: Path) -> dict[str, str]:
     }
 
 
-def refused(root: Path, capsys: pytest.CaptureFixture[str], *words: str) -> str:
+def refused(root: Path, capsys: pytest.CaptureFixture[str], *words: str, status: int = 2) -> str:
     """The one line in which a request is refused; nothing was written."""
     before = tree(root)
-    status = app.run(["add-model", *words])
+    found = app.run(["add-model", *words])
     said = capsys.readouterr()
-    assert status == 2, said.err
+    assert found == status, said.err
     assert said.out == ""
     assert tree(root) == before
     return said.err
@@ -143,6 +143,7 @@ def _text(content: str | bytes) -> Callable[[Path], Any]:
         (_text("[" * 100_000), "no JSON"),
         (_text(b'{"model_type": "\xff"}'), "no JSON"),
         (_text("[1, 2]"), "JSON, but no object: [1, 2]"),
+        (_text('{"model_type": "x", "a": ' + "[" * 600 + "]" * 600 + "}"), "nested more than 16"),
         (_text('{"hidden_size": 8}'), "model_type 'None'"),
         (_text('{"model_type": 3}'), "model_type '3'"),
         (_text('{"model_type": "a\\"b"}'), "model_type"),
@@ -242,6 +243,38 @@ def test_a_family_to_begin_with_that_is_not_there_is_refused(
     said = refused(root, capsys, "fresh", "--config", config, "--like", like)
     assert "--like" in said
     assert "qwen3" in said or like == "fresh"
+
+
+@pytest.mark.parametrize(
+    ("place", "make", "told"),
+    [
+        ("pith/recipes/fresh/config.json", Path.mkdir, "found no regular file"),
+        ("pith/recipes/fresh/recipe.toml", _fifo, "found no regular file"),
+        ("tests/models/test_fresh.py", Path.mkdir, "found no regular file"),
+        ("pith/train/build.py", _text("def build_stage(:"), "no Python (invalid syntax"),
+        ("pith/arch/__init__.py", _text(b"# \xff"), "no Python ('utf-8' codec"),
+        ("pith/arch/__init__.py", Path.mkdir, "found no regular file"),
+        ("pith/train/build.py", lambda path: None, "found nothing"),
+        ("pith/train/build.py", _text("import torch\n"), "no import of pith"),
+    ],
+)
+def test_a_file_of_the_checkout_that_is_none_is_named_in_one_line(
+    *,
+    root: Path,
+    config: str,
+    capsys: pytest.CaptureFixture[str],
+    place: str,
+    make: Callable[[Path], Any],
+    told: str,
+) -> None:
+    path = root / place
+    path.unlink(missing_ok=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    make(path)
+    said = refused(root, capsys, "fresh", "--config", config, status=3)
+    assert place in said
+    assert told in said
+    assert said.count("\n") == 1
 
 
 def test_an_installed_package_is_left_alone(
