@@ -12,7 +12,7 @@ together in `faults`, one line each.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +27,12 @@ class Fault:
     def __str__(self) -> str:
         line = f"{self.where}: found {self.found}, wanted {self.wanted}"
         return f"{line} (nearest valid: {', '.join(self.nearest)})" if self.nearest else line
+
+
+def shown(value: Any) -> str:
+    """A value as people read it, a long one cut short."""
+    text = repr(value)
+    return text if len(text) <= 100 else f"{text[:80]}... ({len(text)} characters)"
 
 
 def first_of(faults: Sequence[Fault]) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from math import isqrt
 from typing import Any, TypeGuard
 
-from pith.errors import Fault, RequestError
+from pith.errors import Fault, RequestError, shown
 
 MAX_SIZE = 2**31 - 1
 
@@ -42,7 +42,7 @@ class FieldReader:
 
     def fault(self, key: str, wanted: str, *, nearest: tuple[str, ...] = ()) -> None:
         """Record that the value at `key` is not what is wanted."""
-        found = repr(self._config[key]) if key in self._config else "nothing"
+        found = shown(self._config[key]) if key in self._config else "nothing"
         self.faults.append(Fault(key, found, wanted, nearest))
 
     def holds(self, *keys: str) -> bool:

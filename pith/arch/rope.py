@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from pith.arch.fields import FieldReader, is_positive
+from pith.errors import shown
 
 
 def read_rope_base(fields: FieldReader, *, leaves_scaling: bool = False) -> float:
@@ -36,7 +37,7 @@ def read_rope_base(fields: FieldReader, *, leaves_scaling: bool = False) -> floa
 def rope_kind(table: Any) -> str:
     """What a rope table asks for: "default", or the name of what goes beyond it."""
     if not isinstance(table, Mapping):
-        return repr(table)
+        return shown(table)
     names = {str(table[key]) for key in ("type", "rope_type") if table.get(key) is not None}
     more = {key for key in table if table[key] is not None} - {"type", "rope_type", "rope_theta"}
     extra = sorted(key for key in more if not (key == "partial_rotary_factor" and table[key] == 1))

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 import typer
 
 from pith.cli.output import check_out, conclude, emit, failure_to
-from pith.config.faults import shown
+from pith.errors import shown
 from pith.report import Check, Report
 from pith.scaffold.changes import Change, write
 from pith.scaffold.facts import assumptions, has_experts, scaled_rope

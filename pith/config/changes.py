@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from difflib import get_close_matches
 
 from pith.config import faults as wording
-from pith.errors import Fault, RequestError
+from pith.errors import Fault, RequestError, shown
 
 ABSENT = "absent"
 
@@ -120,4 +120,4 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _shown(value: object) -> str:
-    return ABSENT if value == ABSENT else wording.shown(value)
+    return ABSENT if value == ABSENT else shown(value)

@@ -9,7 +9,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from pith.config.sections import Section
-from pith.errors import Fault, RequestError
+from pith.errors import Fault, RequestError, shown
 
 
 def invalid(faults: tuple[Fault, ...]) -> RequestError:
@@ -32,12 +32,6 @@ def fault(tables: type[Section], entry: ErrorDetails) -> Fault:
         case _:
             wanted = entry["msg"].removeprefix("Input should be ")
             return Fault(where, shown(entry["input"]), wanted, _suggestions(tables, entry))
-
-
-def shown(value: Any) -> str:
-    """A value as people read it, a long one cut short."""
-    text = repr(value)
-    return text if len(text) <= 100 else f"{text[:80]}... ({len(text)} characters)"
 
 
 def repair(tables: type[Section], raw: dict[str, Any], entry: ErrorDetails) -> None:

@@ -11,7 +11,7 @@ from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any
 
-from pith.errors import Fault, RequestError
+from pith.errors import Fault, RequestError, shown
 
 # Not UTF-8, not TOML or JSON, more digits than Python converts, brackets deeper than its stack.
 UNREADABLE = (ValueError, RecursionError)
@@ -36,7 +36,7 @@ def read(name: str) -> tuple[dict[str, Any], Traversable]:
     except OSError as error:
         names = tuple(get_close_matches(name, shipped(), cutoff=0.4)) or shipped()
         wanted = f"a path, or one of {', '.join(shipped())}"
-        fault = Fault("recipe", repr(name), wanted, names)
+        fault = Fault("recipe", shown(name), wanted, names)
         raise RequestError(
             "recipe.not_found", what="no such recipe", next_step="pith recipe list", faults=(fault,)
         ) from error
@@ -55,7 +55,7 @@ def override(raw: dict[str, Any], overrides: Sequence[str]) -> Iterator[Fault]:
         key, equals, value = text.partition("=")
         path = key.strip().split(".")
         if not equals or not all(path):
-            yield Fault("--set", repr(text), "section.key=value")
+            yield Fault("--set", shown(text), "section.key=value")
             continue
         if path == ["model", "config"]:
             raw["model"] = {"config": str(Path(value.strip()).absolute())}

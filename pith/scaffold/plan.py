@@ -8,7 +8,7 @@ from typing import Any
 
 import pith
 from pith.arch.fields import FieldReader
-from pith.errors import Fault, RequestError, UnavailableError
+from pith.errors import Fault, RequestError, UnavailableError, shown
 from pith.scaffold import arms, names
 from pith.scaffold.changes import Change
 from pith.scaffold.facts import read_balance
@@ -92,7 +92,7 @@ def _refuse_other_config(name: str, given: Given, *, root: Path) -> None:
 
 def _differences(given: Mapping[str, Any], kept: Mapping[str, Any]) -> list[Fault]:
     def told(config: Mapping[str, Any], key: str) -> str:
-        return repr(config[key])[:60] if key in config else "nothing"
+        return shown(config[key]) if key in config else "nothing"
 
     return [
         Fault(key, f"{told(given, key)} in --config", f"{told(kept, key)} as it was made")
