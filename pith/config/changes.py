@@ -4,7 +4,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 
-from pith.config import faults as wording
 from pith.errors import Fault, RequestError, shown
 
 ABSENT = "absent"
