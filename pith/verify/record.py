@@ -9,7 +9,7 @@ from typing import Any
 
 from pith.checkpoint.shelf import Found, look
 from pith.config import Recipe
-from pith.config.changes import changes, text
+from pith.config.changes import ABSENT, changes, text
 from pith.errors import RequestError
 from pith.plan.mesh import Mesh
 from pith.report import Check
@@ -136,8 +136,12 @@ class Run:
         if saved is None:
             yield "no checkpoint says"
             return
+        # A key that came to pith after the run has its default here and stands in neither.
+        written = self.recipe.model_dump(mode="json", exclude_unset=True)
+        added = changes(saved.recipe, written)
         for change in changes(saved.recipe, self.recipe.model_dump(mode="json")):
-            yield text(change)
+            if change.before != ABSENT or change in added:
+                yield text(change)
         mesh = self.mesh
         layout = {axis: getattr(mesh, axis) for axis in ("pp", "dp", "cp", "ep")}
         told = {axis: saved.layout.get(axis) for axis in layout}

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -496,6 +497,22 @@ def test_a_run_is_held_against_what_its_checkpoint_was_sealed_with(
     (twin / file).write_text(text.replace(before, after))
 
     assert "B recipe" in failed(compared(plain, twin, weights=False))
+
+
+def test_a_key_that_came_after_a_run_is_no_change_of_it_unless_it_is_written_there(
+    plain: Path, twin: Path
+) -> None:
+    place, config = twin / CHECKPOINT / MANIFEST, twin / "config.toml"
+    manifest = decode(place.read_bytes())
+    log = {name: value for name, value in manifest.recipe["log"].items() if name != "every"}
+    recipe = manifest.recipe | {"log": log}
+    place.write_bytes(encode(manifest.model_copy(update={"recipe": recipe})))
+    assert "B recipe" in failed(compared(plain, twin, weights=False))
+
+    whole = config.read_text()
+    config.write_text(re.sub(r"(?<=\[log\]\n)every = .*\n", "", whole))
+    assert config.read_text() != whole
+    assert failed(compared(plain, twin, weights=False)) == {}
 
 
 @pytest.mark.parametrize(
