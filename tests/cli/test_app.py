@@ -32,9 +32,10 @@ def test_help_and_version_answer_at_once_without_torch(args):
     assert ("Usage: pith" in done.stdout) != (done.stdout.strip() == pith.__version__)
 
 
-def test_help_takes_less_than_a_second_of_work():
-    code = "import time\nfrom pith.cli.app import run\nrun(['--help'])\n"
-    code += "assert time.process_time() < 1.0, time.process_time()"
+def test_help_imports_little_and_so_takes_little_of_a_second():
+    """Counted, as seconds are the machine's; torch alone imports a thousand more."""
+    code = "import sys\nfrom pith.cli.app import run\nrun(['--help'])\n"
+    code += "assert len(sys.modules) < 600, len(sys.modules)"
 
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
 
