@@ -15,6 +15,12 @@ def sha256_of(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def require_regular(path: Path) -> None:
+    """Raise OSError for what is there and no regular file: reading a FIFO may never end."""
+    if path.exists() and not path.is_file():
+        raise OSError(errno.EINVAL, "no regular file")
+
+
 def sync(path: Path) -> None:
     """Bring a file, or the names in a folder, to the disk."""
     handle = os.open(path, os.O_RDONLY)

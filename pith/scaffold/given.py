@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pith.disk import require_regular
 from pith.errors import RequestError
 
 MOST_BYTES = 1 << 20
@@ -35,8 +36,7 @@ def read(path: Path) -> Given:
     try:
         if path.is_dir():
             raise _refused(path, "a folder", next_step=f"--config {path / 'config.json'}")
-        if path.exists() and not path.is_file():
-            raise _refused(path, "no regular file")
+        require_regular(path)
         if (size := path.stat().st_size) > MOST_BYTES:
             raise _refused(path, f"{size:,} bytes", wanted=f"{WANTED}, at most {MOST_BYTES:,}")
         content = path.read_bytes()

@@ -12,11 +12,10 @@ from pith.errors import RequestError
 MOST_LETTERS = 32
 FORM = re.compile(r"[a-z][a-z0-9]*(_[a-z0-9]+)*")
 # What the modules of a family import.
-IN_ITS_FILES = frozenset({"Any", "Decoder", "DecoderLayer", "DecoderStage", "FieldReader"}) | {
-    "LayerTensors",
-    "ParameterSpec",
-    "Self",
-}
+IN_ITS_FILES = (
+    *("Any", "Decoder", "DecoderLayer", "DecoderStage", "FieldReader"),
+    *("LayerTensors", "ParameterSpec", "Self"),
+)
 
 
 def class_of(name: str) -> str:

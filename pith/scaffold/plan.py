@@ -8,6 +8,7 @@ from typing import Any
 
 import pith
 from pith.arch.fields import FieldReader
+from pith.disk import require_regular
 from pith.errors import Fault, RequestError, UnavailableError, shown
 from pith.scaffold import arms, names
 from pith.scaffold.changes import Change
@@ -162,13 +163,10 @@ def _python(root: Path, path: str) -> str:
 def _content(path: Path) -> bytes | None:
     """What is in a file of the checkout, None where there is none."""
     try:
-        if path.is_file():
-            return path.read_bytes()
+        require_regular(path)
+        return path.read_bytes() if os.path.lexists(path) else None
     except OSError as error:
         raise _unreadable(str(path), error.strerror or str(error)) from error
-    if os.path.lexists(path):
-        raise _unreadable(str(path), "no regular file")
-    return None
 
 
 def _unreadable(where: str, found: str) -> UnavailableError:

@@ -4,7 +4,6 @@ A family has its tiny configs, one for each variant that it knows, in configs/FA
 beside this file. FAMILY is the name of its files in pith/arch and pith/models.
 """
 
-import errno
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from pith.arch import from_config
 from pith.arch.scale import scale_down
 from pith.config import Recipe, shipped
 from pith.config.source import UNREADABLE, without_nulls
+from pith.disk import require_regular
 from pith.errors import Fault, RequestError
 from pith.report import Check
 from pith.verify import transformers_model
@@ -121,8 +121,7 @@ def _subjects(configs: Mapping[str, Config]) -> list[Subject]:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        if path.exists() and not path.is_file():
-            raise OSError(errno.EINVAL, "no regular file")
+        require_regular(path)
         config = without_nulls(json.loads(path.read_text(encoding="utf-8")))
     except (OSError, *UNREADABLE) as error:
         cause = (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
